@@ -23,6 +23,8 @@ import re
 import reprlib
 from collections.abc import Iterable
 
+from ctxext.version import INSTALL, PLACE
+
 MOST_SHOWN = 80
 # Names of methods in transformers (its rope types) and in papers, as ``_squeezed`` returns them, with ctxext's name.
 NAMED_ELSEWHERE = {
@@ -131,8 +133,8 @@ def no_reach(method: str) -> InvalidParameterError:
 
 
 def install_line(extra: str) -> str:
-    """Return the command that installs one of ctxext's extras, and where: no package index has ctxext yet."""
-    return f"`pip install -e '.[{extra}]'` in the clone of ctxext"
+    """Return the command that installs one of ctxext's extras, and where."""
+    return f"`{INSTALL.format(extra)}`{PLACE}"
 
 
 def unwritable(error: BaseException) -> str:

@@ -5,7 +5,8 @@
 
 A block is between ``<!-- name -->`` and ``<!-- /name -->``. A block named by a CSV file, relative to the page, holds
 the file as a table. The error that an example ends in follows it in a block of text, and what a block of the front
-pages prints in a block of output, in which ``...`` stands for anything.
+pages prints in a block of output, in which ``...`` stands for anything. Every command that installs an extra is the one
+of ``ctxext/version.py``.
 """
 
 from __future__ import annotations
@@ -39,6 +40,7 @@ from ctxext.methods.remap import RemapMethod
 from ctxext.runtimes import RUNTIMES
 from ctxext.spec import LLAMA
 from ctxext.training.settings import Settings
+from ctxext.version import INSTALL
 from scripts.published_page import published_rows
 from scripts.runtimes_page import by_formula_markdown, llama_cpp_markdown, mlx_lm_markdown, vllm_markdown
 from tests._examples import SHOWN, printed_by, reason_not_to_run, with_errors
@@ -50,6 +52,7 @@ CONFIGS = ROOT / "recipes" / "configs"
 FACTOR = "target_length / trained_length"
 BLOCK = r"^<!-- ([\w.-][\w./-]*) -->$"
 SAME = doctest.OutputChecker().check_output
+INSTALLED = re.compile(r"pip install (?:-e '\.|'ctxext)\[([\w,]+)\]'")
 LINK = re.compile(r"(!?\[[^\]]*\]\()([^)#\s]+)")
 
 
@@ -133,7 +136,7 @@ def _group(method: Method) -> str:
     """Return what a method extends, or what an encoding changes."""
     kinds = {"rotary": RopeMethod, "ALiBi": BiasMethod, "tables": TableMethod, "buckets": BucketMethod}
     if isinstance(method, EncodingMethod):
-        return "input" if method.form == "added" else "scores"
+        return method.form
     if isinstance(method, RemapMethod):
         return "remapping"
     return ", ".join(name for name, kind in kinds.items() if isinstance(method, kind)) or "other"
@@ -339,7 +342,8 @@ def made() -> Iterator[tuple[Path, str]]:
     lines = ",\n".join(f"{json.dumps(name)}: {json.dumps(told)}" for name, told in described_methods().items())
     listed = f'{{"runtimes": {json.dumps(sorted(RUNTIMES))}, "methods": {{\n{lines}\n}}}}\n'
     yield ROOT / "ctxext" / "methods" / "listed.json", listed
-    filled_in = {page: with_errors(filled(page, page.read_text(encoding="utf-8"))) for page in pages()}
+    read = {page: INSTALLED.sub(lambda found: INSTALL.format(found[1]), page.read_text("utf-8")) for page in pages()}
+    filled_in = {page: with_errors(filled(page, text)) for page, text in read.items()}
     yield from (filled_in | dict(with_outputs({page: filled_in[page] for page in front_pages()}))).items()
 
 

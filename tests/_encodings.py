@@ -9,8 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from ctxext.kernels import Layout, named, sdpa
-from ctxext.methods.encoding import Carried, Encoding, EncodingMethod, EncodingSpec, Pairs
+from ctxext.kernels import Call, Layout, named
+from ctxext.laboratory import scores
+from ctxext.methods.encoding import Encoding, EncodingMethod, EncodingSpec, Pairs, Weighting
 
 SPEC = EncodingSpec(hidden_size=24, num_heads=4, num_kv_heads=2, head_dim=6, num_layers=2, trained_length=12)
 SCALE = 0.3
@@ -40,13 +41,12 @@ def encoding_of(method: EncodingMethod, spec: EncodingSpec = SPEC) -> Encoding:
 
 def pairs_of(q: Tensor, k: Tensor, layout: Layout, carried: Tensor | None = None) -> Pairs:
     """As attention on a model makes them; ``carried`` is what the encoding has for every key."""
-    real = None if layout.key_documents is None else layout.key_documents >= 0
 
     def visible(queries: slice) -> Tensor:
         return layout.visible(queries=queries)
 
-    travelled = None if carried is None else Carried(carried, layout.places(), real)
-    return Pairs(q, k, layout.query_positions, layout.key_positions, SCALE, visible, travelled, layout.key_documents)
+    where = layout.query_positions, layout.key_positions
+    return Pairs(q, k, *where, SCALE, visible, layout.places(), carried, layout.key_documents)
 
 
 def carried_by(encoding: Encoding, batch: int, length: int, hidden: int) -> Tensor | None:
@@ -101,7 +101,7 @@ def check_score(method: EncodingMethod, definition: Definition, monkeypatch: pyt
         right = _pair_by_pair(definition, encoding, tensors, layout)
         exact = _gradients(right, wanted)
         for name, size in (("reference", None), ("sdpa", None), ("sdpa", 1)):
-            monkeypatch.setattr(sdpa, "BIAS_BYTES", 64 * 2**20 if size is None else 4 * 8 * 4 * 16 * 2)
+            monkeypatch.setattr(scores, "BYTES", 64 * 2**20 if size is None else 4 * 8 * 4 * 16 * 2)
             found = _attend(name, encoding, tensors, layout)
             torch.testing.assert_close(found, right, rtol=1e-9, atol=1e-10, msg=lambda said, at=where: f"{at}: {said}")
             torch.testing.assert_close(_gradients(found, wanted), exact, rtol=1e-8, atol=1e-9)
@@ -110,5 +110,10 @@ def check_score(method: EncodingMethod, definition: Definition, monkeypatch: pyt
 
 
 def _attend(name: str, encoding: Any, tensors: list[Tensor], layout: Layout) -> Tensor:
-    score = encoding.score(pairs_of(*tensors[:2], layout))
-    return named(name)(*tensors, layout, scale=SCALE, score=score)
+    return attended(name, encoding.score(pairs_of(*tensors[:2], layout)), *tensors, layout)
+
+
+def attended(name: str, score: Weighting | None, *tensors: Any, scale: float = SCALE, **how: Any) -> Tensor:
+    """Attention with a score by the backend of this name; ``tensors`` are q, k, v, and a layout behind them."""
+    assert score is not None
+    return score.attend(Call.of(*tensors, scale=scale, **how), named(name))

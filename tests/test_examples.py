@@ -82,6 +82,6 @@ def test_a_script_runs(script: Path, place: Path) -> None:
 @each
 def test_a_notebook_runs(script: Path, place: Path) -> None:
     notebook = nbformat.read(script.with_suffix(".ipynb"), as_version=4)
-    NotebookClient(notebook, timeout=1800, resources={"metadata": {"path": str(place)}}).execute()
+    NotebookClient(notebook, timeout=3600, resources={"metadata": {"path": str(place)}}).execute()
     printed = "".join(output.get("text", "") for cell in notebook.cells for output in cell.get("outputs", ()))
     assert re.search(PRINTS[script.stem], printed), printed

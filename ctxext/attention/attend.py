@@ -355,7 +355,7 @@ def _name_backend(part: ExtendedPart, description: Description) -> Description:
     slopes = torch.zeros(heads, dtype=torch.float32, device=base.device)
     need = Call.of(q, k, k, scale=1.0, slopes=slopes).need
     if isinstance(part.method, EncodingMethod):
-        need = replace(need, biased=False, score=part.method.score_form)
+        need = replace(need, biased=False, encoded=part.method.form != "input")
     try:
         backend, passed_over = select(name, need)
     except BackendUnavailableError as error:  # a forward pass raises it; a description says it

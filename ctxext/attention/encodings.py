@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, TypeVar
 
 import torch
@@ -32,17 +32,16 @@ from ctxext.core.steps import register_builder
 from ctxext.core.subject import Subject
 from ctxext.errors import IncompatibleError, InvalidParameterError
 from ctxext.files import digest
-from ctxext.kernels import Call, Layout
 from ctxext.kernels.base import without_autocast
 from ctxext.methods import method_class
-from ctxext.methods.encoding import ENCODING, Carried, Encoding, EncodingMethod, EncodingSpec, Pairs
+from ctxext.methods.encoding import ENCODING, Encoding, EncodingMethod, EncodingSpec, Pairs, Weighting
 
 ModelClass = TypeVar("ModelClass", bound=type[PreTrainedModel])
 
 
 @dataclass
 class EncodingAttend:
-    """Attention of one layer, with the term that an encoding adds to its scores.
+    """Attention of one layer, whose queries and keys an encoding weighs.
 
     Args:
         owner: the module that the encoding is attached to. It is looked up there at every call, because adapters
@@ -56,11 +55,13 @@ class EncodingAttend:
         """Compute the attention of one layer, ``[batch, heads, seq, head_dim]``."""
         q, k, v = as_autocast_wants(*layer[:3])
         with without_autocast(q.device):
-            call = self._call(layer._replace(q=q, k=k, v=v))
-            return self.backends.for_(call.need).run(call)
+            call, score = layer._replace(q=q, k=k, v=v).call(), self._score(layer._replace(q=q, k=k, v=v))
+            if score is None:
+                return self.backends.for_(call.need).run(call)
+            return score.attend(call, self.backends.for_(replace(call.need, encoded=True)))
 
-    def _call(self, layer: LayerCall) -> Call:
-        """Return the call of a backend, with the encoding's term."""
+    def _score(self, layer: LayerCall) -> Weighting | None:
+        """Return what weighs the queries and keys of a call; None where attention stays as it is."""
         q, k, _, mask, window = *layer[:4], layer.window
         layout = mask.layout
         rows = slice(0, 1) if layout.whole and layout.consecutive else slice(None)  # there all rows are alike
@@ -76,18 +77,19 @@ class EncodingAttend:
             layout.key_positions[rows],
             layer.scale,
             visible,
-            None if mask.travels is None else _carried(mask.travels, k, layout, rows),
+            layout.places()[rows],
+            None if mask.travels is None else _carried(mask.travels, k),
             documents,
         )
-        score = getattr(self.owner, ENCODING).score(pairs)
+        score: Weighting | None = getattr(self.owner, ENCODING).score(pairs)
         if window is not None and score is not None and score.reads_all:
             raise IncompatibleError(
                 f"this encoding needs all tokens before a query, and a sliding window of {window} keeps the last"
             )
-        return layer.call(score=score)
+        return score
 
 
-def _carried(travels: Travelling, keys: Tensor, layout: Layout, rows: slice) -> Carried:
+def _carried(travels: Travelling, keys: Tensor) -> Tensor:
     """Return the numbers that travelled with the keys of a call.
 
     Raises:
@@ -99,8 +101,7 @@ def _carried(travels: Travelling, keys: Tensor, layout: Layout, rows: slice) -> 
             f"A layer attends to {keys.shape[2]} keys, of which {numbers.shape[2]} are its own. It takes the "
             f"keys of another layer or cache, with which the numbers of this encoding did not travel."
         )
-    real = None if layout.key_documents is None else layout.key_documents[rows] >= 0
-    return Carried(numbers, layout.places()[rows], real)
+    return numbers
 
 
 @dataclass
@@ -191,7 +192,7 @@ def install_encoding(
         for layer in layers:
             owner = decoder if method.shared else layer
             edits.set(layer, "forward", CarryingForward(layer, layer.__dict__.get("forward"), owner))
-    if method.form == "added":
+    if method.form == "input":
         first = _block_of(decoder, layers[0])
         edits.set(first, "forward", AddedForward(first, first.__dict__.get("forward"), decoder))
     return sum(weight.numel() for owner in _owners(decoder, method) for weight in getattr(owner, ENCODING).parameters())

@@ -4,11 +4,10 @@ Layout of tensors is ``[batch, heads, seq, head_dim]``. Keys and values may have
 reads key head ``h // (heads / kv_heads)``. Values may have another width, as in latent attention (DeepSeek); the output
 has theirs. The result of every backend is::
 
-    score(i, j) = cap(scale * q_i . k_j)  -  slopes[h] * distance(i, j)  +  pair_score(h, i, j)
+    score(i, j) = cap(scale * q_i . k_j)  -  slopes[h] * distance(i, j)
     out_i       = sum over visible j of softmax_j(score(i, j)) * v_j,      0 where nothing is visible
 
 The ``Layout`` defines which keys are visible, and the distance of two tokens. Slopes are constants without a gradient.
-``pair_score`` is the score that an encoding adds, and its inputs get a gradient. No call has slopes and a score.
 ``cap(x)`` is ``softcap * tanh(x / softcap)`` with a soft cap (Gemma 2), else ``x``.
 """
 
@@ -32,7 +31,6 @@ from torch._subclasses.fake_tensor import FakeTensor
 from ctxext.errors import BackendUnavailableError, InvalidParameterError
 from ctxext.kernels.blocks import PartRule, score_blocks
 from ctxext.kernels.layout import Layout
-from ctxext.methods.encoding import PairScore, ScoreForm
 
 
 @functools.cache
@@ -70,8 +68,7 @@ class Need:
 
     Args:
         key_length: keys per row, unfilled cache slots included.
-        score: the form of an encoding's score: ``"none"``; ``"columns"``: further dimensions of q and k;
-            ``"places"``: the difference of two numbers; ``"rows"``: a number for every pair.
+        encoded: True if an encoding computes the call with the backend's help.
         order: ``"consecutive"``: blocks of plain causal attention with positions in steps of one; ``"increasing"``:
             such blocks with other steps; ``"free"``: anything else; ``"external"``: an engine decides
             (``Layout.shard``).
@@ -93,7 +90,7 @@ class Need:
     key_length: int = 1
     training: bool = False
     biased: bool = False
-    score: ScoreForm = "none"
+    encoded: bool = False
     order: Literal["consecutive", "increasing", "free", "external"] = "consecutive"
     blocks: bool = False
     window: int | None = None
@@ -103,11 +100,6 @@ class Need:
     compiling: bool = False
     lse: bool = False
     sees: Literal["past", "both"] = "past"
-
-    @property
-    def widened(self) -> bool:
-        """True if slopes or a score add dimensions to q and k of a fused kernel."""
-        return self.biased or self.score in ("columns", "places")
 
     @property
     def width(self) -> int:
@@ -130,7 +122,6 @@ class Call:
         v: values, ``[batch, kv_heads, key, value_dim]``; the output has their last dimension.
         scale: factor of ``q . k``; above 0.
         slopes: ``[heads]``, score lost per token of distance, at least 0; float32 or float64; None for no bias.
-        score: the score that an encoding adds; None for none.
         window: tokens that a query sees, itself included, at least 1; None for all.
         dropout: probability that a weight is dropped, in [0, 1).
         softcap: bound c of the scores, which become ``c * tanh(score / c)``, as in Gemma 2; above 0; None for none.
@@ -143,7 +134,6 @@ class Call:
     layout: Layout
     scale: float
     slopes: Float[Tensor, " heads"] | None
-    score: PairScore | None
     window: int | None
     dropout: float
     softcap: float | None
@@ -159,7 +149,6 @@ class Call:
         *,
         scale: float,
         slopes: Tensor | None = None,
-        score: PairScore | None = None,
         window: int | None = None,
         dropout: float = 0.0,
         softcap: float | None = None,
@@ -173,8 +162,6 @@ class Call:
             InvalidParameterError: if arguments contradict each other or lie outside their range.
         """
         _require_tensors(q, k, v)
-        if score is not None and (slopes is not None or lse):
-            raise InvalidParameterError("A score goes with neither slopes nor lse. Pass one of them.")
         if layout is None:
             layout = Layout.causal(q.shape[0], q.shape[2], k.shape[2], device=q.device)
         _require_arguments(q, k, layout, scale=scale, slopes=slopes, window=window, dropout=dropout, softcap=softcap)
@@ -195,9 +182,8 @@ class Call:
             kv_heads=k.shape[1],
             query_length=q.shape[2],
             key_length=k.shape[2],
-            training=torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v, *_weights(score))),
+            training=torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v)),
             biased=slopes is not None,
-            score=_form_of(score, q.dtype),
             order=order,
             blocks=not layout.whole,
             window=window,
@@ -208,22 +194,8 @@ class Call:
             lse=lse,
             sees=layout.sees,
         )
-        how: dict[str, Any] = {"scale": scale, "slopes": slopes, "score": score, "window": window, "dropout": dropout}
+        how: dict[str, Any] = {"scale": scale, "slopes": slopes, "window": window, "dropout": dropout}
         return cls(q=q, k=k, v=v, layout=layout, softcap=softcap, need=need, **how)
-
-
-def _weights(score: PairScore | None) -> tuple[Tensor, ...]:
-    return () if score is None else score.weights
-
-
-def _form_of(score: PairScore | None, dtype: torch.dtype) -> ScoreForm:
-    """Return the form in which a score reaches the backend; columns need the precision of a 32-bit q."""
-    if score is None:
-        return "none"
-    if type(score).places is not PairScore.places:
-        return "places"
-    is_wide = dtype in (torch.float32, torch.float64)
-    return "columns" if is_wide and type(score).columns is not PairScore.columns else "rows"
 
 
 class AttentionBackend(ABC):
@@ -231,8 +203,8 @@ class AttentionBackend(ABC):
 
     name: ClassVar[str]
     summary: ClassVar[str]
-    scores: ClassVar[tuple[ScoreForm, ...]] = ("none",)
-    """Forms of an encoding's score that the backend supports."""
+    encodes: ClassVar[bool] = False
+    """True if the backend helps encodings, which weigh queries and keys in their own way."""
     softcaps: ClassVar[bool] = False
     """True if the backend supports soft caps."""
 
@@ -250,9 +222,9 @@ class AttentionBackend(ABC):
             return "it does not return the log-sum-exp, which attention in pieces needs."
         if need.lse and need.order == "external":
             return "attention in pieces needs all keys, and an engine around a sharded layout holds only some."
-        if need.score not in self.scores:
+        if need.encoded and not self.encodes:
             return "it does not support the score of this encoding. 'sdpa' and 'reference' do."
-        if need.score != "none" and need.order == "external":
+        if need.encoded and need.order == "external":
             return "a score needs all keys, and an engine around a sharded layout holds only some."
         if need.softcap is not None and not self.softcaps:
             return "it has no soft cap of scores."

@@ -85,10 +85,12 @@ def alibi_columns(
     if dtype not in SIGNIFICAND:
         raise InvalidParameterError(f"ALiBi columns need one of {', '.join(map(str, SIGNIFICAND))}, found {dtype}.")
     centred = positions - (origin if isinstance(origin, int) else origin[:, None])
-    return _pieces(slopes.double()[None, :, None] * centred.double()[:, None, :], scale=scale, dtype=dtype, side=side)
+    return columns_of(
+        slopes.double()[None, :, None] * centred.double()[:, None, :], scale=scale, dtype=dtype, side=side
+    )
 
 
-def _pieces(
+def columns_of(
     places: Float[Tensor, "batch heads seq"], *, scale: float, dtype: torch.dtype, side: Literal["query", "key"]
 ) -> Float[Tensor, "batch heads seq 8"]:
     """Return columns that add ``place of the key - place of the query`` to the score, with gradients of the places."""
@@ -124,7 +126,7 @@ def layout_columns(
             keys = torch.where(layout.key_documents >= 0, keys, origin[:, None])
         if dtype == torch.float16 and keys.device.type == "cpu" and not torch.compiler.is_compiling():
             reach = max(int((side - origin[:, None]).abs().max()) for side in (queries, keys))
-            _require_half(reach, float(slopes.max()), scale)
+            require_half(reach, float(slopes.max()), scale)
         return (
             alibi_columns(queries, slopes, scale=scale, dtype=dtype, side="query", origin=origin),
             alibi_columns(keys, slopes, scale=scale, dtype=dtype, side="key", origin=origin),
@@ -150,42 +152,12 @@ def with_columns(call: Call) -> tuple[Tensor, Tensor, Tensor]:
     )
 
 
-def with_score_columns(call: Call) -> tuple[Tensor, Tensor, Tensor]:
-    """Return q, k and v of a call whose score is a product of further dimensions, put in front of q and k."""
-    assert call.score is not None
-    columns, (batch, heads) = call.score.columns(), call.q.shape[:2]
-    room = -columns[0].shape[-1] % COLUMNS  # head dimensions are multiples of 8, for fused kernels
-    query, key = (F.pad(part, (0, room)).expand(batch, heads, -1, -1).to(call.q.dtype) for part in columns)
-    return (
-        torch.cat([query / call.scale, call.q], -1),
-        torch.cat([key, expand_heads(call.k, heads)], -1),
-        F.pad(expand_heads(call.v, heads), (0, query.shape[-1])),
-    )
+def require_half(reach: int, slope: float, scale: float) -> None:
+    """Refuse columns that float16 cannot hold: ``slope * reach`` is the greatest place.
 
-
-def with_place_columns(call: Call) -> tuple[Tensor, Tensor, Tensor]:
-    """Return q, k and v of a call whose score is the difference of two places, in columns as for slopes.
-
-    The error is as in ``alibi_columns``, with the difference of two places for ``slope * distance``. Places of both
-    sides get gradients, although a term common to all keys of a query changes nothing: the rounding error of a pair's
-    gradient is then on both sides, and cancels for inputs that both places share.
+    Raises:
+        InvalidParameterError: if it is too great.
     """
-    assert call.score is not None
-    dtype, heads = call.q.dtype, call.q.shape[1]
-    queries, keys = call.score.places()
-    if dtype == torch.float16 and keys.device.type == "cpu" and not torch.compiler.is_compiling():
-        _require_half(1, float(keys.detach().abs().max()), call.scale)
-    # Not centred as for slopes: the middle would depend on tokens that a query must not see.
-    query = _pieces(-queries, scale=call.scale, dtype=dtype, side="query")
-    key = _pieces(-keys, scale=call.scale, dtype=dtype, side="key")
-    return (
-        torch.cat([query, call.q], -1),
-        torch.cat([key, expand_heads(call.k, heads)], -1),
-        F.pad(expand_heads(call.v, heads), (0, COLUMNS)),
-    )
-
-
-def _require_half(reach: int, slope: float, scale: float) -> None:
     limit = torch.finfo(torch.float16).max * HALF_RANGE
     if reach * slope / scale > limit:
         raise InvalidParameterError(

@@ -12,7 +12,6 @@ from torch import Tensor
 
 from ctxext.kernels.base import AttentionBackend, Call, Need, expand_heads
 from ctxext.kernels.blocks import PartRule, by_some_queries, score_blocks
-from ctxext.methods.encoding import ScoreForm
 
 BYTES = 64 * 2**20
 """Memory in bytes of the scores that autograd computes at once. Below 32 MiB the C library keeps what is freed in one
@@ -28,7 +27,7 @@ class Reference(AttentionBackend):
 
     name: ClassVar[str] = "reference"
     summary: ClassVar[str] = "float32 scores, some queries at a time: obvious, the oracle; soft caps on CPUs"
-    scores: ClassVar[tuple[ScoreForm, ...]] = ("none", "columns", "places", "rows")
+    encodes: ClassVar[bool] = True
     softcaps: ClassVar[bool] = True
 
     def why_not(self, need: Need) -> str | None:
@@ -55,8 +54,6 @@ class Reference(AttentionBackend):
         if call.slopes is not None:
             distances = layout.distances(queries=rows)[:, None]
             scores = scores - call.slopes.to(dtype)[None, :, None, None] * distances
-        if call.score is not None:
-            scores = scores + call.score.rows(rows).to(dtype)
         hidden = ~layout.visible(call.window, queries=rows)[:, None]
         # A row of only -inf gives NaN in the softmax and its gradient: let it see everything, then set it to 0.
         nothing = hidden.all(-1, keepdim=True)

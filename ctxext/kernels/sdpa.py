@@ -15,11 +15,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ctxext.kernels.base import AttentionBackend, Call, Need, capability_of, evened, expand_heads
 from ctxext.kernels.blocks import PartRule, by_some_queries
-from ctxext.kernels.columns import with_columns, with_place_columns, with_score_columns
+from ctxext.kernels.columns import with_columns
 from ctxext.kernels.layout import Layout, Span
-from ctxext.kernels.near_far import attend_near_far, has_far_keys
 from ctxext.kernels.reference import Reference
-from ctxext.methods.encoding import ScoreForm
 
 aten = torch.ops.aten
 
@@ -37,7 +35,7 @@ def kernel_order(need: Need) -> list[SDPBackend]:
     below float64, because it multiplies q and k by the root of ``scale``, which rounds them.
     """
     order = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.CUDNN_ATTENTION]
-    return order if need.widened and need.dtype != torch.float64 else [*order, SDPBackend.MATH]
+    return order if need.biased and need.dtype != torch.float64 else [*order, SDPBackend.MATH]
 
 
 def _no_fused_kernel(need: Need) -> str | None:
@@ -63,9 +61,8 @@ class Sdpa(AttentionBackend):
     Pick it nearly always. Blocks of plain causal attention (padding, packing, caches) run one by one, without a mask.
     A few queries over a long cache take a bias of one row per query, and other calls a mask of one byte per pair. With
     slopes, key heads are repeated to the number of query heads (linear memory). If tokens see both ways, slopes become
-    a bias that is materialised for some queries at a time (linear memory, slower kernels). So does the score of an
-    encoding, unless further dimensions of q and k can carry it, or it is equal for all far keys. Where values have
-    another width than keys, the narrower ones are padded with zeros, unless a kernel takes both as they are.
+    a bias that is materialised for some queries at a time (linear memory, slower kernels). Where values have another
+    width than keys, the narrower ones are padded with zeros, unless a kernel takes both as they are.
 
     Args:
         block_overhead: cost of a further kernel call, in pairs of tokens; blocks are used if they save more. None means
@@ -74,7 +71,7 @@ class Sdpa(AttentionBackend):
     """
 
     name: ClassVar[str] = "sdpa"
-    scores: ClassVar[tuple[ScoreForm, ...]] = ("none", "columns", "places", "rows")
+    encodes: ClassVar[bool] = True
     summary: ClassVar[str] = "torch's fused kernels; ALiBi as extra columns of q and k"
 
     block_overhead: int | None = None
@@ -83,11 +80,11 @@ class Sdpa(AttentionBackend):
     def why_not(self, need: Need) -> str | None:
         if need.dropout and need.device == "cpu":
             return "its CPU kernel has no attention dropout. Set attention_dropout to 0, or use 'reference'."
-        if need.widened and need.device == "mps":
-            return "it computes ALiBi and score columns in float64, which MPS does not have."
+        if need.biased and need.device == "mps":
+            return "it computes ALiBi columns in float64, which MPS does not have."
         if need.lse and (need.device not in ("cpu", "cuda") or (need.device == "cuda" and need.dtype == torch.float64)):
             return f"its kernels return no log-sum-exp for {need.dtype} on {need.device!r}, which pieces need."
-        if need.device == "cuda" and (need.widened or need.lse) and (reason := _no_fused_kernel(need)):
+        if need.device == "cuda" and (need.biased or need.lse) and (reason := _no_fused_kernel(need)):
             return reason
         if need.order == "external" and need.window is not None:
             return "a window needs a mask, and the engine around a sharded layout forbids masks."
@@ -96,36 +93,19 @@ class Sdpa(AttentionBackend):
         return None
 
     def attend(self, call: Call) -> Float[Tensor, "batch heads query value_dim"]:
-        kernel = _Kernel(call.need, call.scale, call.dropout)
+        kernel = FusedKernel(call.need, call.scale, call.dropout)
         q, k, v, layout = call.q, call.k, call.v, call.layout
         is_short = q.shape[2] <= self.dense_rows and q.shape[2] < k.shape[2]
-        if call.need.value_dim is not None and not (is_short and call.slopes is None and call.score is None):
+        if call.need.value_dim is not None and not (is_short and call.slopes is None):
             q, k, v = evened(q, k, v)
             need = replace(call.need, head_dim=q.shape[3], value_dim=None)
             return self.attend(replace(call, q=q, k=k, v=v, need=need))[..., : call.v.shape[3]]
-        if (
-            call.need.score == "rows"
-            and has_far_keys(call)
-            and self.refuses(replace(call.need, score="none", lse=True)) is None
-        ):
-            return attend_near_far(self, call)
-        if call.need.score == "rows" or (call.need.score in ("places", "columns") and is_short):
-            # Columns would need a widened copy of the whole cache for each new token.
-            return _by_rows(replace(kernel, need=replace(call.need, score="rows")), call)
-        if call.need.score == "places" and call.need.training and q.dtype in (torch.bfloat16, torch.float16):
-            # A place's gradient sums over all later tokens, so that rounding of 16-bit columns would dominate it.
-            wide = {name: getattr(call, name).float() for name in ("q", "k", "v")}
-            return self.attend(replace(call, **wide, need=replace(call.need, dtype=torch.float32))).to(q.dtype)
-        if call.score is None and is_short:
+        if is_short:
             return _dense(kernel, call)
         if call.slopes is not None and layout.sees == "both":
             return _by_distance(kernel, call)
         if call.slopes is not None:
             q, k, v = with_columns(call)
-        elif call.need.score == "places":
-            q, k, v = with_place_columns(call)
-        elif call.score is not None:
-            q, k, v = with_score_columns(call)
         if call.window is None and layout.spans is not None and self._blocks_pay(layout):
             out = _by_blocks(kernel, q, k, v, layout.spans, layout.sees == "past")
         else:
@@ -277,7 +257,7 @@ def _aligned(x: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True, eq=False)  # compared by identity: torch.compile hashes it before it has its fields
-class _Kernel:
+class FusedKernel:
     """torch's kernel with the settings that all blocks of one call share."""
 
     need: Need
@@ -308,12 +288,12 @@ class _Kernel:
     def _kernels(self) -> contextlib.AbstractContextManager[object]:
         if self.need.device == "cuda":
             return sdpa_kernel(kernel_order(self.need), set_priority=True)
-        if self.need.device == "cpu" and self.need.widened:
+        if self.need.device == "cpu" and self.need.biased:
             return sdpa_kernel(SDPBackend.FLASH_ATTENTION)
         return contextlib.nullcontext()
 
 
-def _by_blocks(kernel: _Kernel, q: Tensor, k: Tensor, v: Tensor, spans: tuple[Span, ...], causal: bool) -> Tensor:
+def _by_blocks(kernel: FusedKernel, q: Tensor, k: Tensor, v: Tensor, spans: tuple[Span, ...], causal: bool) -> Tensor:
     """Run every span by itself, with zeros elsewhere; splitting tensors keeps the backward pass linear."""
     groups: dict[tuple[int, int], list[Span]] = {}
     for span in spans:
@@ -331,7 +311,7 @@ def _by_blocks(kernel: _Kernel, q: Tensor, k: Tensor, v: Tensor, spans: tuple[Sp
     return torch.cat(parts)
 
 
-def _row_blocks(kernel: _Kernel, q: Tensor, k: Tensor, v: Tensor, spans: list[Span], causal: bool) -> Tensor:
+def _row_blocks(kernel: FusedKernel, q: Tensor, k: Tensor, v: Tensor, spans: list[Span], causal: bool) -> Tensor:
     """Run ``_by_blocks`` for rows that share their spans."""
     q_sizes, q_covered = _sections([span.query for span in spans], q.shape[2])
     k_sizes, k_covered = _sections(sorted(span.key for span in spans), k.shape[2])
@@ -347,7 +327,7 @@ def _row_blocks(kernel: _Kernel, q: Tensor, k: Tensor, v: Tensor, spans: list[Sp
     return parts[0] if len(parts) == 1 else torch.cat(parts, 2)
 
 
-def _block(kernel: _Kernel, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
+def _block(kernel: FusedKernel, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
     """Compute plain attention; if causal, with the last query at the last key."""
     query, key = q.shape[2], k.shape[2]
     if query == key and causal:
@@ -361,7 +341,7 @@ def _block(kernel: _Kernel, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Te
     return kernel(q, k, v, mask[None, None])
 
 
-def _after(kernel: _Kernel, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+def _after(kernel: FusedKernel, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Compute queries at the last keys without a mask: merge full attention to earlier keys with a causal block."""
     before = k.shape[2] - q.shape[2]
     far, far_lse = _fused(q, k[:, :, :before], v[:, :, :before], PartRule(kernel.scale))
@@ -401,7 +381,7 @@ def _seen(
     return layout.memo(("mask", window), build)
 
 
-def _masked(kernel: _Kernel, q: Tensor, k: Tensor, v: Tensor, layout: Layout, window: int | None) -> Tensor:
+def _masked(kernel: FusedKernel, q: Tensor, k: Tensor, v: Tensor, layout: Layout, window: int | None) -> Tensor:
     """Compute any layout with a mask of one byte per pair, shared by all heads."""
     mask, some = _seen(layout, window)
     return torch.where(some, kernel(q, k, v, mask), 0.0)
@@ -410,16 +390,17 @@ def _masked(kernel: _Kernel, q: Tensor, k: Tensor, v: Tensor, layout: Layout, wi
 def _bias(distances: Tensor, slopes: Tensor, q: Tensor) -> Tensor:
     """Return the ALiBi bias of the scores, ``[batch, heads, query, key]``."""
     bias = -slopes.double()[None, :, None, None] * distances[:, None].double()
-    return bias.to(_bias_dtype(q))
+    return bias.to(bias_dtype(q))
 
 
-def _bias_dtype(q: Tensor) -> torch.dtype:
+def bias_dtype(q: Tensor) -> torch.dtype:
+    """Return the dtype of a bias for queries like these."""
     # CPU kernels add a float32 bias to 16-bit scores, CUDA's need q's dtype. Rounding the bias by 2^-9 of itself
     # matters only where it is large, and there the weight is small.
     return q.dtype if q.device.type != "cpu" or q.dtype == torch.float64 else torch.float32
 
 
-def _by_distance(kernel: _Kernel, call: Call) -> Tensor:
+def _by_distance(kernel: FusedKernel, call: Call) -> Tensor:
     """Compute ALiBi for tokens that see both ways, with a bias for some queries at a time: columns cannot hold it.
 
     If the bias of all queries fits, the layers of a forward pass share it; otherwise the backward pass recomputes it.
@@ -449,35 +430,7 @@ def _by_distance(kernel: _Kernel, call: Call) -> Tensor:
     return by_some_queries(attend, q, k, v, size, again=call.need.training)
 
 
-def _by_rows(kernel: _Kernel, call: Call) -> Tensor:
-    """Add the score of an encoding for some queries at a time, and recompute it in a backward pass.
-
-    Fused kernels give no gradient to a bias, so the softmax is written out if one is needed.
-    """
-    assert call.score is not None
-    score, layout, q, heads = call.score, call.layout, call.q, call.q.shape[1]
-    k, v = expand_heads(call.k, heads), expand_heads(call.v, heads)
-    size = max(1, BIAS_BYTES // (4 * score.floats * layout.batch * k.shape[2]))
-
-    def attend(rows: slice, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        visible = layout.visible(call.window, queries=rows)[:, None]
-        some = visible.any(-1, keepdim=True)
-        bias = score.rows(rows).masked_fill(~(visible | ~some), -torch.inf)
-        if bias.requires_grad:
-            return torch.where(some, _spelled_out(kernel, q, k, v, bias), 0.0)
-        return torch.where(some, kernel(q, k, v, bias.to(_bias_dtype(q))), 0.0)
-
-    return by_some_queries(attend, q, k, v, size, again=call.need.training)
-
-
-def _spelled_out(kernel: _Kernel, q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
-    """Compute attention whose bias gets a gradient: ``[batch, heads, query, head_dim]`` in q's dtype."""
-    scores = q.to(bias.dtype) @ k.to(bias.dtype).transpose(-1, -2) * kernel.scale + bias
-    weights = torch.dropout(torch.softmax(scores, -1), kernel.dropout, train=kernel.dropout > 0)
-    return weights.to(q.dtype) @ v
-
-
-def _dense(kernel: _Kernel, call: Call) -> Tensor:
+def _dense(kernel: FusedKernel, call: Call) -> Tensor:
     """Compute few queries over a long cache: read k and v in place, with a bias as small as the scores.
 
     Query heads that share a key head become rows of one query block, so that grouped heads copy nothing.

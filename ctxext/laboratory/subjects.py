@@ -77,7 +77,7 @@ def _encodings() -> Iterator[Variant]:
     for name, kind in known_methods().items():
         # Vectors that are added, and no positions at all, leave a plateau late: relative scores have left it long ago.
         if issubclass(kind, EncodingMethod):
-            yield Variant(name, "encoding", is_slow=kind.form == "added")
+            yield Variant(name, "encoding", is_slow=kind.form == "input")
         elif issubclass(kind, RopeMethod) and kind.needs_training:
             yield Variant(name, "encoding", is_slow=True)
         elif issubclass(kind, BiasMethod) and not issubclass(kind, RopeMethod):  # pi, say, only stretches positions

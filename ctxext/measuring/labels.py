@@ -39,6 +39,7 @@ LABELS = {
     "fox": "FoX",
     "path": "PaTH",
     "path_fox": "PaTH-FoX",
+    "hierarchical_summary": "hierarchical summary",
     "mamba2": "Mamba-2",
     "xlstm": "xLSTM",
     "recurrent_gemma": "RecurrentGemma",

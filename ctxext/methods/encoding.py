@@ -5,10 +5,10 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from ctxext.methods.base import Method
@@ -16,9 +16,7 @@ from ctxext.methods.base import Method
 ENCODING = "ctxext_encoding"
 """The name of an encoding on the module that it serves: in front of its weights in ``state_dict``."""
 
-EncodingForm = Literal["added", "columns", "places", "rows"]
-ScoreForm = Literal["none", "columns", "places", "rows"]
-"""Form in which an encoding's term of the scores reaches a kernel: see ``PairScore``."""
+EncodingForm = Literal["input", "scores", "attention"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,31 +43,6 @@ class EncodingSpec:
 
 
 @dataclass(frozen=True, eq=False)
-class Carried:
-    """Numbers that an encoding computes for each token from the states of its layer, cached with the keys.
-
-    Args:
-        keys: numbers of every key, in the order of the keys: ``heads`` are the queries' or the keys'.
-        places: index of the key at which each query stands; one row where all rows of the batch are alike.
-        real: mask of the keys that are tokens, not padding; None where all are. Numbers of padding are arbitrary but
-            finite.
-    """
-
-    keys: Float[Tensor, "batch heads key numbers"]
-    places: Int[Tensor, "rows query"]
-    real: Bool[Tensor, "rows key"] | None = None
-
-    def of_queries(self, keys: Float[Tensor, "batch heads key numbers"]) -> Float[Tensor, "batch heads query numbers"]:
-        """Gather a per-key tensor at the queries' places."""
-        places = self.places[:, None, :, None].expand(keys.shape[0], keys.shape[1], -1, keys.shape[3])
-        return keys.gather(2, places)
-
-    def without_padding(self, keys: Float[Tensor, "batch heads key numbers"]) -> Tensor:
-        """Set a per-key tensor to 0 at padding."""
-        return keys if self.real is None else keys * self.real[:, None, :, None]
-
-
-@dataclass(frozen=True, eq=False)
 class Pairs:
     """The queries and keys of one attention call, for whose pairs an encoding has a score.
 
@@ -80,9 +53,11 @@ class Pairs:
         key_positions: tokens from the start of the document, arbitrary at padding, which is masked.
         scale: factor of attention on ``q . k``.
         visible: function from a slice of the queries to the mask of the keys that each sees, ``[rows, queries, key]``.
-        carried: numbers that the encoding caches with the keys; None if it caches none.
+        places: index of the key at which each query stands, arbitrary at padding.
+        carried: numbers of every key that the encoding computed from the states of its layer, cached with the keys;
+            arbitrary but finite at padding, for the heads of queries or of keys. None if it caches none.
         key_documents: number of each key's document, negative at padding; None if all keys are of one document. The
-            tokens of a document are adjacent and in order.
+            tokens of a document are in order, with nothing but padding between them.
     """
 
     q: Float[Tensor, "batch heads query head_dim"]
@@ -91,7 +66,8 @@ class Pairs:
     key_positions: Int[Tensor, "rows key"]
     scale: float
     visible: Callable[[slice], Tensor]
-    carried: Carried | None = None
+    places: Int[Tensor, "rows query"]
+    carried: Float[Tensor, "batch heads key numbers"] | None = None
     key_documents: Int[Tensor, "rows key"] | None = None
 
     @property
@@ -103,57 +79,42 @@ class Pairs:
         """Convert a weight to the queries' device and the scores' dtype."""
         return weight.to(self.q.device, self.dtype)
 
+    def of_queries(self, keys: Float[Tensor, "batch heads key numbers"]) -> Float[Tensor, "batch heads query numbers"]:
+        """Gather a per-key tensor at the queries' places."""
+        places = self.places[:, None, :, None].expand(keys.shape[0], keys.shape[1], -1, keys.shape[3])
+        return keys.gather(2, places)
+
+    def without_padding(self, keys: Float[Tensor, "batch heads key numbers"]) -> Tensor:
+        """Set a per-key tensor to 0 at padding."""
+        return keys if self.key_documents is None else keys * (self.key_documents >= 0)[:, None, :, None]
+
     def distances(self, queries: slice) -> Int[Tensor, "rows queries key"]:
         """Return the distance in tokens from each of these queries back to each key, at least 0."""
         return (self.query_positions[:, queries, None] - self.key_positions[:, None, :]).clamp(min=0)
 
 
-class PairScore(ABC):
-    """Term that an encoding adds to the scaled product of every query and key.
+class Weighting(ABC):
+    """Attention of one call as an encoding computes it, with the help of a backend.
 
-    Attention computes the term for a few queries at a time, so that it is never stored for all pairs, and computes it
-    again in the backward pass.
-
-    Attributes of every score:
-        weights: parameters of the term, which get gradients from attention.
-        floats: numbers per pair that ``rows`` holds while it computes, all heads together.
+    Attributes:
         reads_all: True if a query needs all tokens before it; the cache of a sliding window keeps the last ones only.
-        far_from: distance in tokens, at least 1, from which on all keys of a query get the same; None if there is none.
     """
 
-    weights: tuple[Tensor, ...]
-    floats: int
     reads_all: bool = False
-    far_from: int | None = None
 
     @abstractmethod
-    def rows(self, queries: slice) -> Float[Tensor, "rows heads queries key"]:
-        """Compute the term for these queries, in float32 or float64; one row where all rows of the batch are alike."""
+    def attend(self, call: Any, backend: Any) -> Float[Tensor, "batch heads query head_dim"]:
+        """Compute a ``kernels.Call`` by a ``kernels.AttentionBackend`` that serves encodings."""
 
-    def columns(self) -> tuple[Tensor, Tensor]:
-        """Factor the term into ``query . key`` of a few more dimensions, ``[rows, heads or 1, seq, n]``.
-
-        The product may differ from the term by a constant per query, which a softmax cancels. Only terms of low rank
-        have this form.
-        """
-        raise NotImplementedError
-
-    def above_far(self) -> Float[Tensor, "rows heads queries distances"]:
-        """Return near keys' surplus over far keys, for distances below ``far_from``; one query where all are alike."""
-        raise NotImplementedError
-
-    def places(self) -> tuple[Float[Tensor, "batch heads query"], Float[Tensor, "batch heads key"]]:
-        """Split the term into the place of the query minus the place of the key, in float64, where it has this form.
-
-        A place is one number per head and token, such as a cumulative distance.
-        """
-        raise NotImplementedError
+    @abstractmethod
+    def seen(self) -> tuple[str, Float[Tensor, "rows heads query key"]]:
+        """Return the name and the values that a picture shows for each query and key."""
 
 
 class Encoding(nn.Module):
     """Position encoding that replaces the one a model was trained with.
 
-    An encoding adds vectors to the states before the first layer, or a term to the score of every query and key, or
+    An encoding adds vectors to the states before the first layer, or changes how queries and keys are weighed, or
     both. The result depends on positions, and on the queries and keys of the call where the encoding needs them; so a
     cache of keys stays right. The weights are parameters, not layers: adapters that look for layers leave the weights
     alone.
@@ -174,16 +135,16 @@ class Encoding(nn.Module):
         """Compute the vectors to add to the states of tokens at these positions; return None if there are none."""
         return None
 
-    def score(self, pairs: Pairs) -> PairScore | None:
-        """Build the term to add to the scaled products of queries and keys; return None if there is none."""
+    def score(self, pairs: Pairs) -> Weighting | None:
+        """Build what weighs queries and keys; return None if attention stays as it is."""
         return None
 
     def seen(self, pairs: Pairs) -> tuple[str, Float[Tensor, "rows heads query key"]]:
-        """Return the name and the values that a picture shows for each query and key: the score, by default."""
+        """Return the name and the values that a picture shows for each query and key."""
         score = self.score(pairs)
         if score is None:
-            raise NotImplementedError(f"{type(self).__name__} adds nothing to scores.")
-        return "added to the score", score.rows(slice(None))
+            raise NotImplementedError(f"{type(self).__name__} leaves attention as it is.")
+        return score.seen()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -193,7 +154,8 @@ class EncodingMethod(Method):
     Class attributes of a method:
         shared: True if one module serves all layers; else each layer has a module and trains it alone.
         carries: True if the module has numbers for each token, cached with the keys (``Encoding.carried``).
-        form: effect of the module: ``"added"`` to states, or the form in which attention gets its ``PairScore``.
+        form: the module's place: vectors are added to the ``"input"``, a term to ``"scores"``, or the whole
+            ``"attention"`` is its.
     """
 
     needs_training: ClassVar[bool] = True
@@ -205,11 +167,6 @@ class EncodingMethod(Method):
     def is_table(self) -> bool:
         return False
 
-    @property
-    def score_form(self) -> ScoreForm:
-        """Form of the ``PairScore`` that attention has to add."""
-        return "none" if self.form == "added" else self.form
-
     @abstractmethod
     def build(self, spec: EncodingSpec) -> Encoding:
         """Build a new module for a model, in float32, with weights drawn from torch's generator as in the paper.
@@ -217,30 +174,3 @@ class EncodingMethod(Method):
         Raises:
             InvalidParameterError: if the parameters do not fit the model.
         """
-
-
-@dataclass(frozen=True, eq=False)
-class ByDistance(PairScore):
-    """A score that depends only on the head and on the distance from the query back to the key.
-
-    Args:
-        pairs: queries and keys of the call.
-        of: function from integer distances ``[...]`` to scores ``[heads, ...]``, in float32 or float64.
-        weights: parameters that ``of`` uses.
-        floats: numbers per pair that ``rows`` holds while it computes.
-        far_from: distance from which on ``of`` is constant; None if it never is.
-    """
-
-    pairs: Pairs
-    of: Callable[[Tensor], Tensor]
-    weights: tuple[Tensor, ...]
-    floats: int
-    far_from: int | None = None
-
-    def rows(self, queries: slice) -> Float[Tensor, "rows heads queries key"]:
-        return self.of(self.pairs.distances(queries)).transpose(0, 1)
-
-    def above_far(self) -> Float[Tensor, "1 heads 1 distances"]:
-        assert self.far_from is not None
-        by_distance = self.of(torch.arange(self.far_from + 1, device=self.pairs.q.device))
-        return (by_distance[:, :-1] - by_distance[:, -1:])[None, :, None]

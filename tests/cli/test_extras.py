@@ -21,6 +21,7 @@ from packaging.utils import canonicalize_name
 from transformers import LlamaForCausalLM
 
 from ctxext.cli.app import app
+from ctxext.errors import install_line
 from tests._checkpoints import TRAINED, save_reader
 from tests._models import byte_model
 from tests._products import some
@@ -226,7 +227,7 @@ def test_it_names_the_extra(found: dict[str, Any], verb: str, extra: str) -> Non
     code, said, complained, _ = found[verb]
     assert (code, said) == (1, "")
     assert complained.removeprefix("Trying methods on model.gguf ...\n").startswith("Error: ")
-    assert f"pip install -e '.[{extra}]'" in re.sub(r"\s+", " ", complained)
+    assert install_line(extra) in re.sub(r"\s+", " ", complained)
     assert "Traceback" not in complained
 
 
@@ -249,7 +250,7 @@ def test_no_command_ends_in_a_traceback(found: dict[str, Any], commands: dict[st
 @pytest.mark.nightly
 def test_the_column_of_a_plan_that_takes_an_extra_names_it(found: dict[str, Any]) -> None:
     plans = json.loads(found["plan memory"][1])
-    assert "pip install -e '.[train]'" in plans["training"]["refused"]
+    assert install_line("train") in plans["training"]["refused"]
     assert plans["serving"]["fits"] is True
     assert plans["serving"]["length"] > 256
 

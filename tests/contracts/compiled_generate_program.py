@@ -14,7 +14,7 @@ import ctxext
 from tests._models import tiny, tokens
 
 if __name__ == "__main__":
-    for method in ("alibi", "self_extend", "dual_chunk", "streaming"):
+    for method in ("alibi", "hierarchical_summary", "self_extend", "dual_chunk", "streaming"):
         model, prompt = ctxext.patch(tiny(), method, factor=4.0), tokens(60, rows=2)
         mask = torch.ones_like(prompt)
         mask[1, :7] = 0

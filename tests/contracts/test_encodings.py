@@ -26,10 +26,11 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, StaticCache
 import ctxext
 from ctxext.checkpoints.inspect import MethodCheck, inspect_checkpoint
 from ctxext.errors import CheckpointError, IncompatibleError
-from ctxext.kernels import Call, Layout, named
+from ctxext.kernels import Layout, named
+from ctxext.laboratory.scores import PairScore
 from ctxext.methods import known_methods
 from ctxext.methods.encoding import ENCODING, Encoding, EncodingMethod, EncodingSpec
-from tests._encodings import carried_by, pairs_of
+from tests._encodings import SPEC, attended, carried_by, pairs_of
 from tests._models import logits, tiny, tokens
 from tests._products import some
 from tests.kernels.cases import Largest
@@ -38,7 +39,16 @@ from tests.walk.tiny import TRAINED_LENGTH, tiny_config, tiny_model
 ENCODINGS = {name: cls for name, cls in known_methods().items() if issubclass(cls, EncodingMethod)}
 LENGTH = TRAINED_LENGTH + 20
 
-OF_EACH_FORM = {cls.form: name for name, cls in ENCODINGS.items()}.values()
+
+def form_of(cls: type[EncodingMethod]) -> str:
+    """Where an encoding is added, and to scores in which form."""
+    encoding, q = cls().build(SPEC), torch.randn(1, SPEC.num_heads, 5, SPEC.head_dim)
+    pairs = pairs_of(q, q[:, : SPEC.num_kv_heads], Layout.causal(1, 5), carried_by(encoding, 1, 5, SPEC.hidden_size))
+    score = encoding.score(pairs)
+    return score.form(torch.float32) if isinstance(score, PairScore) else cls.form
+
+
+OF_EACH_FORM = {form_of(cls): name for name, cls in ENCODINGS.items()}.values()
 every_encoding = pytest.mark.parametrize("name", ENCODINGS)
 
 
@@ -69,7 +79,7 @@ def close(found: Tensor, expected: Tensor) -> None:
 
 
 def test_there_are_encodings_of_every_form() -> None:
-    assert {cls.form for cls in ENCODINGS.values()} == {"added", "columns", "places", "rows"}
+    assert {form_of(cls) for cls in ENCODINGS.values()} == {"input", "columns", "places", "rows", "attention"}
     assert {cls.shared for cls in ENCODINGS.values()} == {True, False}
     assert {cls.carries for cls in ENCODINGS.values()} == {True, False}
 
@@ -86,10 +96,9 @@ def test_is_as_it_says(name: str) -> None:
     assert (carried is not None) == cls.carries
     score = encoding.score(pairs_of(q, k, Layout.causal(1, 5), carried))
     added = encoding.added(torch.arange(5)[None])
-    assert (score is None) == (cls.form == "added")
-    assert (added is None) == (cls.form != "added")
+    assert (score is None) == (cls.form == "input")
+    assert (added is None) == (cls.form != "input")
     if score is not None:
-        assert Call.of(q, q, q, scale=1.0, score=score).need.score == cls.form
         told, ours = ({id(weight) for weight in some} for some in (score.weights, encoding.parameters()))
         assert (told <= ours | {id(carried)} and id(carried) in told) if cls.carries else told == ours
     said = str(ctxext.describe(model))
@@ -245,7 +254,7 @@ def test_a_long_text_is_never_all_paired(name: str) -> None:
     data, since without any they are spelled out.
     """
     cls = ENCODINGS[name]
-    device, length = ("meta", 8192) if cls.form == "rows" else ("cpu", 2048)
+    device, length = ("meta", 8192) if form_of(cls) == "rows" else ("cpu", 2048)
     spec = EncodingSpec(hidden_size=16, num_heads=1, num_kv_heads=1, head_dim=16, num_layers=2, trained_length=length)
     with torch.device(device), Largest() as seen:
         encoding = cls().build(spec)
@@ -253,8 +262,9 @@ def test_a_long_text_is_never_all_paired(name: str) -> None:
         layout = Layout.causal(1, length)
         encoding.added(layout.query_positions)
         pairs = pairs_of(q, k, layout, carried_by(encoding, 1, length, 16))
-        call = Call.of(q, k, v, layout, scale=0.25, score=encoding.score(pairs))
-        named("sdpa").attend(call).sum().backward()
+        score = encoding.score(pairs)
+        out = named("sdpa")(q, k, v, layout, scale=0.25) if score is None else attended("sdpa", score, q, k, v, layout)
+        out.sum().backward()
     assert 0 < seen.numbers < length * length / 4
 
 
@@ -291,8 +301,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from ctxext.methods.encoding import ByDistance, Encoding, EncodingForm, EncodingMethod
-from ctxext.methods.encoding import EncodingSpec, PairScore, Pairs
+from ctxext.laboratory.scores import ByDistance, PairScore
+from ctxext.methods.encoding import Encoding, EncodingForm, EncodingMethod, EncodingSpec, Pairs
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -310,7 +320,7 @@ class Doublings(EncodingMethod):
     name: ClassVar[str] = "doublings"
     summary: ClassVar[str] = "a learned number for each doubling of the distance"
     source: ClassVar[str] = "arXiv:0000.00000"
-    form: ClassVar[EncodingForm] = "rows"
+    form: ClassVar[EncodingForm] = "scores"
 
     def build(self, spec: EncodingSpec) -> Encoding:
         return _Rates(spec.num_heads)

@@ -13,6 +13,7 @@ import torch
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 from ctxext import errors
+from ctxext.errors import install_line
 from ctxext.evaluation import passkey
 from tests._programs import command, killed_at, launched
 
@@ -174,4 +175,4 @@ def test_a_package_that_is_missing_is_named_before_anything_is_computed(
     monkeypatch.setattr(errors.importlib.util, "find_spec", lambda name: None)
     result = command(*arguments, "-o", tmp_path / "out")
     assert (result.exit_code, (tmp_path / "out").exists()) == (1, False)
-    assert "pip install -e '.[eval]'" in result.output
+    assert install_line("eval") in result.output

@@ -132,7 +132,7 @@ NEW = '''
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from ctxext.methods.encoding import Encoding, EncodingMethod
+from ctxext.methods.encoding import Encoding, EncodingForm, EncodingMethod
 
 
 class Fading(Encoding):
@@ -147,7 +147,7 @@ class Backwards(EncodingMethod):
     name: ClassVar[str] = "backwards"
     summary: ClassVar[str] = "fades"
     source: ClassVar[str] = "nowhere"
-    form: ClassVar[Literal["added", "columns", "rows"]] = "added"
+    form: ClassVar[EncodingForm] = "input"
 
     def build(self, spec):
         module = Fading()

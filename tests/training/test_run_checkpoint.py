@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import re
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 import ctxext
-from ctxext.errors import BackendUnavailableError, CheckpointError, InvalidParameterError
+from ctxext.errors import BackendUnavailableError, CheckpointError, InvalidParameterError, install_line
 from ctxext.training.checkpoint import four_bits, in_fast_dtype, load_base, require_device
 from ctxext.training.lora import attach_lora
 from tests.training._recipe import recipe
@@ -41,7 +42,7 @@ def test_with_a_gpu(settings: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         require_device(settings("--quantisation", "nf4", "--device", "cpu"))
     find = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "bitsandbytes" else find(name))
-    with pytest.raises(BackendUnavailableError, match=r"needs bitsandbytes. Run `pip install -e '\.\[qlora\]'`"):
+    with pytest.raises(BackendUnavailableError, match=f"needs bitsandbytes. Run {re.escape(install_line('qlora'))}"):
         require_device(settings("--quantisation", "nf4"))
 
 

@@ -9,7 +9,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from ctxext.methods.encoding import Encoding, EncodingForm, EncodingMethod, EncodingSpec, Pairs, PairScore
+from ctxext.laboratory.scores import PairScore
+from ctxext.methods.encoding import Encoding, EncodingForm, EncodingMethod, EncodingSpec, Pairs
 from ctxext.methods.parameters import Range
 
 
@@ -35,7 +36,7 @@ class CoPE(EncodingMethod):
     summary: ClassVar[str] = "positions count the tokens that a query's gate opens for"
     source: ClassVar[str] = "arXiv:2405.18719"
     shared: ClassVar[bool] = False
-    form: ClassVar[EncodingForm] = "rows"
+    form: ClassVar[EncodingForm] = "scores"
 
     places: Annotated[int, Range(least=2, most=65536)] = 64
 

@@ -9,7 +9,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from ctxext.methods.encoding import Encoding, EncodingForm, EncodingMethod, EncodingSpec, Pairs, PairScore
+from ctxext.laboratory.scores import PairScore
+from ctxext.methods.encoding import Encoding, EncodingForm, EncodingMethod, EncodingSpec, Pairs
 from ctxext.methods.parameters import MOST_TOKENS, Range
 
 
@@ -40,7 +41,7 @@ class FIRE(EncodingMethod):
     summary: ClassVar[str] = "a learned function of distance relative to the query's position"
     source: ClassVar[str] = "arXiv:2310.04418"
     shared: ClassVar[bool] = False
-    form: ClassVar[EncodingForm] = "rows"
+    form: ClassVar[EncodingForm] = "scores"
 
     width: Annotated[int, Range(least=1, most=4096)] = 32
     threshold: Annotated[int, Range(least=0, most=MOST_TOKENS, of="tokens")] = 0

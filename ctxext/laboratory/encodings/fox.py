@@ -10,7 +10,8 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from ctxext.methods.encoding import Encoding, EncodingForm, EncodingMethod, EncodingSpec, Pairs, PairScore
+from ctxext.laboratory.scores import PairScore
+from ctxext.methods.encoding import Encoding, EncodingForm, EncodingMethod, EncodingSpec, Pairs
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,7 +41,7 @@ class FoX(EncodingMethod):
     source: ClassVar[str] = "arXiv:2503.02130"
     shared: ClassVar[bool] = False
     carries: ClassVar[bool] = True
-    form: ClassVar[EncodingForm] = "places"
+    form: ClassVar[EncodingForm] = "scores"
 
     def build(self, spec: EncodingSpec) -> Encoding:
         return _Gates(spec)
@@ -64,8 +65,7 @@ class _Gates(Encoding):
 class _Forgotten(PairScore):
     def __init__(self, pairs: Pairs) -> None:
         assert pairs.carried is not None
-        self.pairs, self.carried = pairs, pairs.carried
-        self.weights, self.floats = (pairs.carried.keys,), 4 * pairs.q.shape[1]
+        self.pairs, self.weights, self.floats = pairs, (pairs.carried,), 4 * pairs.q.shape[1]
 
     def rows(self, queries: slice) -> Float[Tensor, "batch heads queries key"]:
         query, key = self.places()
@@ -77,5 +77,5 @@ class _Forgotten(PairScore):
         Of tokens of one document only differences count. In float64: the difference between two tokens far into a text
         is small compared with the sum before both.
         """
-        keys = self.carried.without_padding(self.carried.keys).double().cumsum(2)
-        return self.carried.of_queries(keys)[..., 0], keys[..., 0]
+        keys = self.pairs.without_padding(self.weights[0]).double().cumsum(2)
+        return self.pairs.of_queries(keys)[..., 0], keys[..., 0]

@@ -10,7 +10,8 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from ctxext.methods.encoding import ByDistance, Encoding, EncodingForm, EncodingMethod, EncodingSpec, Pairs, PairScore
+from ctxext.laboratory.scores import ByDistance, PairScore
+from ctxext.methods.encoding import Encoding, EncodingForm, EncodingMethod, EncodingSpec, Pairs
 
 LEAST = 0.01
 
@@ -34,7 +35,7 @@ class KERPLE(EncodingMethod):
     name: ClassVar[str] = "kerple"
     summary: ClassVar[str] = "score minus a learned multiple of the logarithm of distance"
     source: ClassVar[str] = "arXiv:2205.09921"
-    form: ClassVar[EncodingForm] = "rows"
+    form: ClassVar[EncodingForm] = "scores"
 
     def build(self, spec: EncodingSpec) -> Encoding:
         return _Logarithms(spec.num_heads)

@@ -33,7 +33,7 @@ class Learned(EncodingMethod):
     name: ClassVar[str] = "learned"
     summary: ClassVar[str] = "one learned vector per position, added to the embeddings"
     source: ClassVar[str] = "arXiv:1705.03122"
-    form: ClassVar[EncodingForm] = "added"
+    form: ClassVar[EncodingForm] = "input"
 
     def build(self, spec: EncodingSpec) -> Encoding:
         return _PositionVectors(checked_rows(self.name, self.target_length(spec.trained_length)), spec)

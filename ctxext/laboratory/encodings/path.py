@@ -13,7 +13,8 @@ from torch import Tensor, nn
 
 from ctxext.errors import IncompatibleError
 from ctxext.laboratory.encodings.householder import Transitions
-from ctxext.methods.encoding import Carried, Encoding, EncodingForm, EncodingMethod, EncodingSpec, Pairs, PairScore
+from ctxext.laboratory.scores import PairScore
+from ctxext.methods.encoding import Encoding, EncodingForm, EncodingMethod, EncodingSpec, Pairs
 from ctxext.methods.parameters import Range
 
 WIDTH = 3
@@ -52,7 +53,7 @@ class PaTH(EncodingMethod):
     source: ClassVar[str] = "arXiv:2505.16381"
     shared: ClassVar[bool] = False
     carries: ClassVar[bool] = True
-    form: ClassVar[EncodingForm] = "rows"
+    form: ClassVar[EncodingForm] = "scores"
     forgets: ClassVar[bool] = False
 
     rank: Annotated[int, Range(least=1, most=4096)] = 32
@@ -107,14 +108,14 @@ class _Transformed(PairScore):
                 "Transitions were asked for without the numbers of each token that they are made of. Call the "
                 "attention of a patched model, or give Pairs what Encoding.carried returns."
             )
-        self.pairs, self.weights, self.floats = pairs, (pairs.carried.keys, mix), 8 * pairs.q.shape[1]
-        self.at, head_dim = pairs.carried.places, mix.shape[1]
-        numbers = pairs.carried.keys.to(pairs.dtype)
+        self.pairs, self.weights, self.floats = pairs, (pairs.carried, mix), 8 * pairs.q.shape[1]
+        self.at, head_dim = pairs.places, mix.shape[1]
+        numbers = pairs.carried.to(pairs.dtype)
         directions, strength, gates = torch.split(numbers, [head_dim, 1, numbers.shape[-1] - head_dim - 1], -1)
         w = F.normalize(F.silu(_mixed(directions, pairs.like_scores(mix), pairs)), dim=-1, eps=1e-6)
-        beta = pairs.carried.without_padding(2 * torch.sigmoid(strength))[..., 0]
+        beta = pairs.without_padding(2 * torch.sigmoid(strength))[..., 0]
         self.transitions = Transitions(pairs.k.to(pairs.dtype), w, beta)
-        self.forgotten = _forgotten(gates, pairs.carried) if gates.shape[-1] else None
+        self.forgotten = _forgotten(gates, pairs) if gates.shape[-1] else None
 
     def rows(self, queries: slice) -> Float[Tensor, "batch heads queries key"]:
         asking, at = self.pairs.q[:, :, queries].to(self.pairs.dtype), self.at[:, queries]
@@ -148,7 +149,7 @@ def _mixed(
     return mixed
 
 
-def _forgotten(gates: Float[Tensor, "batch kv_heads key shared"], carried: Carried) -> Float[Tensor, "batch heads key"]:
+def _forgotten(gates: Float[Tensor, "batch kv_heads key shared"], pairs: Pairs) -> Float[Tensor, "batch heads key"]:
     """Sum up what has been forgotten so far, in float64: only differences count, which are small compared with it."""
-    each = carried.without_padding(F.logsigmoid(gates)).double().cumsum(2)
+    each = pairs.without_padding(F.logsigmoid(gates)).double().cumsum(2)
     return each.transpose(2, 3).flatten(1, 2)

@@ -9,7 +9,8 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from ctxext.methods.encoding import Encoding, EncodingForm, EncodingMethod, EncodingSpec, Pairs, PairScore
+from ctxext.laboratory.scores import PairScore
+from ctxext.methods.encoding import Encoding, EncodingForm, EncodingMethod, EncodingSpec, Pairs
 from ctxext.methods.parameters import Range
 
 BASE = 10000.0
@@ -36,7 +37,7 @@ class Sandwich(EncodingMethod):
     name: ClassVar[str] = "sandwich"
     summary: ClassVar[str] = "score plus the product of two positions' sinusoids"
     source: ClassVar[str] = "arXiv:2212.10356"
-    form: ClassVar[EncodingForm] = "columns"
+    form: ClassVar[EncodingForm] = "scores"
 
     dimensions: Annotated[int, Range(least=2, most=4096, step=2)] = 128
 

@@ -9,7 +9,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from ctxext.methods.encoding import Encoding, EncodingForm, EncodingMethod, EncodingSpec, Pairs, PairScore
+from ctxext.laboratory.scores import PairScore
+from ctxext.methods.encoding import Encoding, EncodingForm, EncodingMethod, EncodingSpec, Pairs
 from ctxext.methods.parameters import Range
 
 
@@ -36,7 +37,7 @@ class Shaw(EncodingMethod):
     summary: ClassVar[str] = "queries times a learned vector per distance"
     source: ClassVar[str] = "arXiv:1803.02155"
     shared: ClassVar[bool] = False
-    form: ClassVar[EncodingForm] = "rows"
+    form: ClassVar[EncodingForm] = "scores"
 
     clip: Annotated[int, Range(least=1, most=65536, of="tokens")] = 16
 

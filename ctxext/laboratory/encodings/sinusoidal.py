@@ -37,7 +37,7 @@ class Sinusoidal(EncodingMethod):
     name: ClassVar[str] = "sinusoidal"
     summary: ClassVar[str] = "sines and cosines of the position, added to the embeddings"
     source: ClassVar[str] = "arXiv:1706.03762"
-    form: ClassVar[EncodingForm] = "added"
+    form: ClassVar[EncodingForm] = "input"
 
     base: Annotated[float, Range(above=1, most=MOST_BASE)] = 10000.0
     amplitude: Annotated[float | None, Range(above=0)] = None

@@ -11,7 +11,8 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from ctxext.methods.encoding import ByDistance, Encoding, EncodingForm, EncodingMethod, EncodingSpec, Pairs, PairScore
+from ctxext.laboratory.scores import ByDistance, PairScore
+from ctxext.methods.encoding import Encoding, EncodingForm, EncodingMethod, EncodingSpec, Pairs
 from ctxext.methods.parameters import MOST_TOKENS, Range, require
 
 
@@ -38,7 +39,7 @@ class T5Bias(EncodingMethod):
     name: ClassVar[str] = "t5_bias"
     summary: ClassVar[str] = "a learned score per bucket of distances, as T5 has"
     source: ClassVar[str] = "arXiv:1910.10683"
-    form: ClassVar[EncodingForm] = "rows"
+    form: ClassVar[EncodingForm] = "scores"
 
     buckets: Annotated[int, Range(least=2, most=65536)] = 32
     max_distance: Annotated[int, Range(least=2, most=MOST_TOKENS, of="tokens")] = 128

@@ -152,6 +152,7 @@ def pairs_at(spec: EncodingSpec, query: int, distances: Int[Tensor, " distances"
         query - distances[None],
         spec.head_dim**-0.5,
         lambda queries: torch.ones(1, 1, len(distances), dtype=torch.bool),
+        distances.argmin()[None, None],
     )
 
 
@@ -161,7 +162,7 @@ def _bias(
 ) -> Float[Tensor, "head distances"]:
     score = encoding.double().score(pairs_at(spec, target - 1, distances))
     assert score is not None
-    return score.rows(slice(0, 1))[0, :, 0].double().cpu()
+    return score.seen()[1][0, :, 0].double().cpu()
 
 
 def buckets_picture(method: BucketMethod, request: PictureRequest) -> Picture:

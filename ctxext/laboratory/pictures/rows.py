@@ -43,7 +43,7 @@ CAPTION = (
 def rows_asked(method: Method | None, request: PictureRequest) -> Picture | None:
     """Return the picture of vectors that are added; None where a method or its checkpoint has none."""
     if isinstance(method, EncodingMethod):
-        return _of_added(method, request) if method.form == "added" else None
+        return _of_added(method, request) if method.form == "input" else None
     has_other = isinstance(method, RopeMethod | BiasMethod) or not isinstance(method, TableMethod)
     if method is None or (has_other and request.positions != "table"):
         return None

@@ -18,7 +18,7 @@ from ctxext.laboratory.pictures.bias import pairs_at
 from ctxext.laboratory.pictures.picture import DEEPER, DIVERGING, Picture, heat
 from ctxext.laboratory.pictures.request import SMALL, PictureRequest
 from ctxext.methods import Method
-from ctxext.methods.encoding import Encoding, EncodingMethod, EncodingSpec, Pairs, PairScore
+from ctxext.methods.encoding import Encoding, EncodingMethod, EncodingSpec, Pairs, Weighting
 
 SENTENCE = "the cat saw the dog . the dog saw a cat . the cat ran"
 MOST_TOKENS = 48  # more have no room for their names
@@ -102,8 +102,8 @@ def depends_on_text(method: EncodingMethod, spec: EncodingSpec) -> bool:
 
     The weights are random, since the weights that a method begins with may hide the dependence.
     """
-    if method.form == "added":
-        return False
+    if method.form != "scores":
+        return method.form == "attention"
     encoding, generator = method.build(spec), torch.Generator().manual_seed(0)
     for weight in encoding.parameters():
         weight.copy_(torch.randn(weight.shape, generator=generator))
@@ -111,7 +111,7 @@ def depends_on_text(method: EncodingMethod, spec: EncodingSpec) -> bool:
         return True
     distances = torch.arange(8)
     scores = [encoding.score(pairs_at(spec, 7, distances, seed=seed)) for seed in (1, 2)]
-    first, second = (score.rows(slice(None)) for score in scores if score is not None)
+    first, second = (score.seen()[1] for score in scores if score is not None)
     return first.shape != second.shape or not torch.equal(first, second)
 
 
@@ -142,7 +142,7 @@ def _seen(
     """Return what the numbers of a layer's encoding are, and these numbers; the model is as before afterwards."""
     asked: list[tuple[Encoding, Pairs]] = []
 
-    def record(encoding: Encoding, pairs: Pairs) -> PairScore | None:
+    def record(encoding: Encoding, pairs: Pairs) -> Weighting | None:
         asked.append((encoding, pairs))
         return type(encoding).score(encoding, pairs)
 

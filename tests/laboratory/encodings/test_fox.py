@@ -10,10 +10,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ctxext.kernels import Layout, named, sdpa
+from ctxext.kernels import Layout
+from ctxext.laboratory import scores
 from ctxext.laboratory.encodings.fox import FoX
 from ctxext.methods.encoding import Encoding, EncodingSpec
-from tests._encodings import SCALE, SPEC, encoding_of, pairs_of
+from tests._encodings import SCALE, SPEC, attended, encoding_of, pairs_of
 
 GOLDEN = Path(__file__).parents[2] / "golden" / "fox.json"
 
@@ -53,7 +54,7 @@ def _biased(encoding: Encoding, tensors: list[Tensor]) -> Tensor:
 def _attend(name: str, encoding: Encoding, tensors: list[Tensor], layout: Layout) -> Tensor:
     q, k, v, states = tensors
     score = encoding.score(pairs_of(q, k, layout, encoding.carried(states)))
-    return named(name)(q, k, v, layout, scale=SCALE, score=score)
+    return attended(name, score, q, k, v, layout)
 
 
 def _gradients(out: Tensor, wanted: list[Tensor]) -> list[Tensor]:
@@ -97,9 +98,9 @@ def test_is_what_the_authors_reference_computes(monkeypatch: pytest.MonkeyPatch)
             keep = torch.arange(k.shape[2]) >= torch.tensor(case["seq_start"])[:, None]
             layout = Layout.padded(keep, query=q.shape[2])
         for name, size in (("reference", None), ("sdpa", None), ("sdpa", 1)):
-            monkeypatch.setattr(sdpa, "BIAS_BYTES", 64 * 2**20 if size is None else 4 * 16 * 16 * 2)
+            monkeypatch.setattr(scores, "BYTES", 64 * 2**20 if size is None else 4 * 16 * 16 * 2)
             score = encoding_of(FoX()).score(pairs_of(q, k, layout, gates[..., None]))
-            out = named(name)(q, k, v, layout, scale=case["scale"], score=score)
+            out = attended(name, score, q, k, v, layout, scale=case["scale"])
             found = [out, *torch.autograd.grad(out, wanted, up)]
             for what, part in zip(("out", "dq", "dk", "dv", "dlog_fgate"), found, strict=True):
                 right = torch.tensor(case[what], dtype=torch.float64)

@@ -8,11 +8,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ctxext.errors import IncompatibleError
-from ctxext.kernels import Layout, named, sdpa
+from ctxext.kernels import Layout
+from ctxext.laboratory import scores
 from ctxext.laboratory.encodings.path import PaTH
 from ctxext.methods import known_methods
 from ctxext.methods.encoding import Encoding
-from tests._encodings import LAYOUTS, SCALE, SPEC, encoding_of, pairs_of
+from tests._encodings import LAYOUTS, SCALE, SPEC, attended, encoding_of, pairs_of
 
 SHARED = SPEC.num_heads // SPEC.num_kv_heads
 
@@ -82,9 +83,9 @@ def test_is_its_definition_forward_and_backward(name: str, where: str, monkeypat
     exact = torch.autograd.grad(right, wanted, grad)
     q, k, v, states = tensors
     for backend, size in (("reference", None), ("sdpa", None), ("sdpa", 1)):
-        monkeypatch.setattr(sdpa, "BIAS_BYTES", 64 * 2**20 if size is None else 4 * 32 * 16 * 3)
+        monkeypatch.setattr(scores, "BYTES", 64 * 2**20 if size is None else 4 * 32 * 16 * 3)
         score = encoding.score(pairs_of(q, k, layout, encoding.carried(states)))
-        found = named(backend)(q, k, v, layout, scale=SCALE, score=score)
+        found = attended(backend, score, q, k, v, layout)
         torch.testing.assert_close(found, right, rtol=1e-9, atol=1e-10)
         gradients = torch.autograd.grad(found, wanted, grad)
         torch.testing.assert_close(gradients, exact, rtol=1e-8, atol=1e-9)

@@ -8,10 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from ctxext.kernels import Layout, named
-from ctxext.kernels.base import Call
+from ctxext.kernels import Layout
 from ctxext.laboratory.encodings.sandwich import Sandwich
-from tests._encodings import SCALE, check_score, encoding_of, pairs_of
+from tests._encodings import SCALE, attended, check_score, encoding_of, pairs_of
 
 
 def score(_: dict[str, Tensor], h: int, i: int, j: int, *__: object) -> Tensor:
@@ -36,11 +35,11 @@ def test_columns_and_rows_are_as_exact_as_scores_written_out(dtype: torch.dtype)
     torch.manual_seed(0)
     q, k, v = (torch.randn(1, 4, length, 16, dtype=torch.float64) for _ in range(3))
     encoding = encoding_of(Sandwich())
-    truth = named("reference")(q, k, v, far, scale=SCALE, score=encoding.score(pairs_of(q, k, far)))
+    truth = attended("reference", encoding.score(pairs_of(q, k, far)), q, k, v, far)
     q, k, v = (x.to(dtype) for x in (q, k, v))
-    call = Call.of(q, k, v, far, scale=SCALE, score=encoding.score(pairs_of(q, k, far)))
-    assert call.need.score == ("columns" if dtype is torch.float32 else "rows")
-    found, plain = named("sdpa").run(call).double(), named("reference").run(call).double()
+    score = encoding.score(pairs_of(q, k, far))
+    assert score.form(dtype) == ("columns" if dtype is torch.float32 else "rows")
+    found, plain = (attended(name, score, q, k, v, far).double() for name in ("sdpa", "reference"))
     if dtype is torch.float32:  # rows leave out what all keys have in common; a product of vectors cannot
         plain = _as_published(q, k, v).double()
     assert (found - truth).norm() <= 2 * (plain - truth).norm()

@@ -26,21 +26,25 @@ QUERIES = 256
 """Queries of the band that are materialised at once, unless the band is wider."""
 
 
-def has_far_keys(call: Call) -> bool:
-    """Return whether the call is one whole text with some keys beyond the band."""
-    score, layout = call.score, call.layout
-    if score is None or score.far_from is None or call.window is not None or call.dropout or call.need.compiling:
+def has_far_keys(call: Call, band: int) -> bool:
+    """Return whether the call is one whole text with some keys beyond the band, which is so many tokens wide."""
+    layout = call.layout
+    if call.window is not None or call.dropout or call.need.compiling:
         return False
     is_text = layout.whole and layout.consecutive and not call.need.cached and layout.sees == "past"
-    return is_text and call.need.query_length > score.far_from
+    return is_text and call.need.query_length > band
 
 
-def attend_near_far(backend: AttentionBackend, call: Call) -> Float[Tensor, "batch heads query head_dim"]:
-    """Compute a call for which ``has_far_keys`` holds, differentiable in all its inputs."""
-    assert call.score is not None
-    assert call.score.far_from is not None
-    band, q, heads = call.score.far_from, call.q, call.q.shape[1]
-    k, v, above = expand_heads(call.k, heads), expand_heads(call.v, heads), call.score.above_far()
+def attend_near_far(
+    backend: AttentionBackend, call: Call, above: Float[Tensor, "rows heads queries distances"]
+) -> Float[Tensor, "batch heads query head_dim"]:
+    """Compute a call for which ``has_far_keys`` holds, differentiable in all its inputs.
+
+    Args:
+        above: near keys' scores minus those of far keys, by distance.
+    """
+    band, q, heads = above.shape[3], call.q, call.q.shape[1]
+    k, v = expand_heads(call.k, heads), expand_heads(call.v, heads)
     outs, lses, size = [], [], max(QUERIES, band)
     for start in range(0, q.shape[2], size):
         stop, first = min(start + size, q.shape[2]), max(0, start - band + 1)

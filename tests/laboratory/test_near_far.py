@@ -6,9 +6,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from ctxext.kernels import Call, Layout, near_far
-from ctxext.kernels.sdpa import Sdpa
-from ctxext.methods.encoding import PairScore
+from ctxext.kernels import Call, Layout
+from ctxext.laboratory import near_far
+from ctxext.laboratory.scores import PairScore
+from tests._encodings import attended
 
 SCALE, BAND = 0.4, 5
 
@@ -58,20 +59,22 @@ def test_equals_all_pairs_forward_and_backward(length: int, by_query: bool, monk
     score = NearScore(table, tensors[0] if by_query else None, forbidden=True)
     layout = Layout.causal(2, length)
     up = torch.randn(2, 4, length, 8, dtype=torch.float64)
-    found = Sdpa()(*tensors, layout, scale=SCALE, score=score)
+    found = attended("sdpa", score, *tensors, layout, scale=SCALE)
     right = written_out(tensors, table, by_query)
     torch.testing.assert_close(found, right, rtol=1e-12, atol=1e-12)
     wanted = [*tensors, table]
     for one, other in zip(torch.autograd.grad(found, wanted, up), torch.autograd.grad(right, wanted, up), strict=True):
         torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-11)
     with torch.no_grad():
-        torch.testing.assert_close(Sdpa()(*tensors, layout, scale=SCALE, score=score), right, rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(
+            attended("sdpa", score, *tensors, layout, scale=SCALE), right, rtol=1e-12, atol=1e-12
+        )
 
 
 @pytest.mark.parametrize(("dtype", "close"), [(torch.float32, 2e-5), (torch.bfloat16, 3e-2)])
 def test_is_as_precise_as_its_dtype(dtype: torch.dtype, close: float) -> None:
     tensors, table = case(600, dtype)
-    found = Sdpa()(*tensors, Layout.causal(2, 600), scale=SCALE, score=NearScore(table, forbidden=True))
+    found = attended("sdpa", NearScore(table, forbidden=True), *tensors, Layout.causal(2, 600), scale=SCALE)
     right = written_out(tensors, table, by_query=False)
     assert found.dtype == dtype
     assert (found.double() - right).abs().max() <= close
@@ -91,7 +94,7 @@ def test_large_scores_are_as_precise_as_small_ones(size: float, dtype: torch.dty
     tensors = [x.detach() * by for x, by in zip(tensors, (size, size, 1), strict=True)]
     score = NearScore(table, forbidden=window is None)
     score.length = 300
-    found = Sdpa()(*tensors, Layout.causal(2, 300), scale=SCALE, score=score, window=window)
+    found = attended("sdpa", score, *tensors, Layout.causal(2, 300), scale=SCALE, window=window)
     assert (found.double() - written_out(tensors, table, by_query=False)).abs().max() <= 3e-2
 
 
@@ -102,14 +105,13 @@ def test_what_is_no_whole_text_with_far_keys_is_written_out() -> None:
     score.rows = lambda queries: asked.append(queries) or rows(queries)
     q, k, v = (torch.randn(1, heads, 16, 8) for heads in (4, 2, 2))
     layout = Layout.causal(1, 16)
-    Sdpa()(q, k, v, layout, scale=SCALE, score=score)
+    attended("sdpa", score, q, k, v, layout, scale=SCALE)
     assert not asked
     packed = Layout.packed([9, 7])
     for where, options in ((layout, {"window": 7}), (packed, {})):
         asked.clear()
-        Sdpa()(q, k, v, where, scale=SCALE, score=score, **options)
+        attended("sdpa", score, q, k, v, where, scale=SCALE, **options)
         assert asked
     short = Layout.causal(1, BAND)
-    assert not near_far.has_far_keys(
-        Call.of(q[:, :, :BAND], k[:, :, :BAND], v[:, :, :BAND], short, score=score, scale=SCALE)
-    )
+    call = Call.of(q[:, :, :BAND], k[:, :, :BAND], v[:, :, :BAND], short, scale=SCALE)
+    assert not near_far.has_far_keys(call, BAND)
