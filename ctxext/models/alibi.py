@@ -64,8 +64,8 @@ class AlibiArchitecture(Architecture):
         length_field: the config field with the largest length.
     """
 
-    positions: ClassVar[str] = "alibi"
-    methods: ClassVar[type[Method]] = BiasMethod
+    positions = "alibi"
+    methods = BiasMethod
     attention_class: ClassVar[type[nn.Module]]
     forward_class: ClassVar[type[AlibiForward]]
     length_field: ClassVar[str]

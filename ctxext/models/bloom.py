@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -78,11 +78,11 @@ class BloomForward(AlibiForward):
 class Bloom(AlibiArchitecture):
     """BLOOM and BLOOMZ of every size."""
 
-    name: ClassVar[str] = "bloom"
-    decoder_class: ClassVar[type[nn.Module]] = BloomModel
-    attention_class: ClassVar[type[nn.Module]] = BloomAttention
-    forward_class: ClassVar[type[AlibiForward]] = BloomForward
-    length_field: ClassVar[str] = "seq_length"
+    name = "bloom"
+    decoder_class = BloomModel
+    attention_class = BloomAttention
+    forward_class = BloomForward
+    length_field = "seq_length"
 
     def stock_slopes(self, subject: Subject) -> Tensor:
         heads = subject.config.n_head

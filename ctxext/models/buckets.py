@@ -6,7 +6,7 @@ import inspect
 import math
 import re
 from collections.abc import Iterator
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from jaxtyping import Float
@@ -59,8 +59,8 @@ def buckets_of(
 class Buckets(Architecture):
     """Encoders, decoders or both, whose attention modules bucket distances up to a number in their config."""
 
-    name: ClassVar[str] = "buckets"
-    positions: ClassVar[str] = "relative"
+    name = "buckets"
+    positions = "relative"
 
     def matches(self, subject: Subject) -> bool:
         return any(True for _ in _tables(subject.model))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import Any
 
 from torch import nn
 from transformers.models.esm.modeling_esm import EsmModel
@@ -24,9 +24,9 @@ from ctxext.spec import Extension, ExtensionArguments, RopeSpec
 class Esm(Architecture):
     """ESM models that rotate. Their frequencies may be rounded to float16, and are multiplied rather than replaced."""
 
-    name: ClassVar[str] = "esm"
-    positions: ClassVar[str] = "frequencies"
-    decoder_class: ClassVar[type[nn.Module]] = EsmModel
+    name = "esm"
+    positions = "frequencies"
+    decoder_class = EsmModel
 
     def holds(self, decoder: nn.Module) -> bool:
         return any(name.endswith("inv_freq") for name in decoder.state_dict())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -33,11 +33,11 @@ class FalconForward(AlibiForward):
 class Falcon(AlibiArchitecture):
     """Falcon models whose config says ``alibi``; the others are rotary models."""
 
-    name: ClassVar[str] = "falcon"
-    decoder_class: ClassVar[type[nn.Module]] = FalconModel
-    attention_class: ClassVar[type[nn.Module]] = FalconAttention
-    forward_class: ClassVar[type[AlibiForward]] = FalconForward
-    length_field: ClassVar[str] = "max_position_embeddings"
+    name = "falcon"
+    decoder_class = FalconModel
+    attention_class = FalconAttention
+    forward_class = FalconForward
+    length_field = "max_position_embeddings"
 
     def holds(self, decoder: nn.Module) -> bool:
         return bool(decoder.use_alibi)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 from transformers.models.mpt.modeling_mpt import MptAttention, MptModel, build_mpt_alibi_tensor
 
 from ctxext.caches.records import cache_in
@@ -35,11 +35,11 @@ class MptForward(AlibiForward):
 class Mpt(AlibiArchitecture):
     """MPT of every size."""
 
-    name: ClassVar[str] = "mpt"
-    decoder_class: ClassVar[type[nn.Module]] = MptModel
-    attention_class: ClassVar[type[nn.Module]] = MptAttention
-    forward_class: ClassVar[type[AlibiForward]] = MptForward
-    length_field: ClassVar[str] = "max_seq_len"
+    name = "mpt"
+    decoder_class = MptModel
+    attention_class = MptAttention
+    forward_class = MptForward
+    length_field = "max_seq_len"
 
     def stock_slopes(self, subject: Subject) -> Tensor:
         bias: Tensor = build_mpt_alibi_tensor(subject.config.n_heads, 2)

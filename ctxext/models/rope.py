@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import hashlib
 from dataclasses import replace
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 
@@ -39,8 +39,8 @@ from ctxext.spec import Extension, ExtensionArguments, RopeSpec
 class Rope(Architecture):
     """Rotary models, whose facts are read from modules and proven on a rebuild, never from a list of names."""
 
-    name: ClassVar[str] = "rope"
-    positions: ClassVar[str] = "rotary"
+    name = "rope"
+    positions = "rotary"
 
     def matches(self, subject: Subject) -> bool:
         # Falcon builds its rotary module also for the checkpoints that were trained with ALiBi.

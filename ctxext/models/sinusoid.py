@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from jaxtyping import Float
@@ -146,8 +146,8 @@ class Sinusoids(TableArchitecture):
     whenever it builds the model, the config is written so that plain transformers refuses the checkpoint.
     """
 
-    name: ClassVar[str] = "sinusoid"
-    positions: ClassVar[str] = "sinusoids"
+    name = "sinusoid"
+    positions = "sinusoids"
 
     def matches(self, subject: Subject) -> bool:
         return twins_of(subject.model).has_sinusoids and not rotates_by_table(subject.model)

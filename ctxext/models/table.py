@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from jaxtyping import Bool
@@ -128,8 +128,8 @@ class LearnedTable(TableArchitecture):
     The longer table is an ordinary weight, and the config states its length, so plain transformers loads the result.
     """
 
-    name: ClassVar[str] = "table"
-    methods: ClassVar[type[Method]] = TableMethod
+    name = "table"
+    methods = TableMethod
 
     def matches(self, subject: Subject) -> bool:
         return twins_of(subject.model).has_learned

@@ -25,7 +25,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 from ctxext.errors import IncompatibleError
 from ctxext.models.windows import window_of
@@ -56,9 +56,9 @@ DIVISORS = "rope_freqs.weight"
 class LlamaCpp(Runtime):
     """llama.cpp, as ``llama-server`` and ``llama-cli`` start it with a GGUF file."""
 
-    name: ClassVar[str] = "llama.cpp"
-    length_flag: ClassVar[str] = "-c"
-    drafts: ClassVar[str] = "llama-server gives them the same flags and GGUF file (by its source)."
+    name = "llama.cpp"
+    length_flag = "-c"
+    drafts = "llama-server gives them the same flags and GGUF file (by its source)."
 
     def start(self, checkpoint: str, gguf: str) -> tuple[str, ...]:
         return "llama-server", "-m", gguf

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 from ctxext.errors import IncompatibleError
 from ctxext.models.windows import window_of
@@ -35,9 +35,9 @@ TABLE = Path(__file__).with_name("mlx_lm.json")
 class MlxLm(Runtime):
     """mlx-lm, as ``mlx_lm.server`` starts it."""
 
-    name: ClassVar[str] = "mlx-lm"
-    length_flag: ClassVar[str | None] = None
-    drafts: ClassVar[str] = "mlx-lm does not load them."
+    name = "mlx-lm"
+    length_flag = None
+    drafts = "mlx-lm does not load them."
 
     def start(self, checkpoint: str, gguf: str) -> tuple[str, ...]:
         return "mlx_lm.server", "--model", checkpoint

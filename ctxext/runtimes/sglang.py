@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import json
 import math
-from typing import Any, ClassVar
+from typing import Any
 
 from ctxext.core.subject import path_to
 from ctxext.errors import IncompatibleError
@@ -42,9 +42,9 @@ BASE_ONLY = ("gemma",)
 class SGLang(Runtime):
     """SGLang, as ``python -m sglang.launch_server`` starts it."""
 
-    name: ClassVar[str] = "sglang"
-    length_flag: ClassVar[str] = "--context-length"
-    drafts: ClassVar[str] = "SGLang gives them the same config.json and arguments (by its source)."
+    name = "sglang"
+    length_flag = "--context-length"
+    drafts = "SGLang gives them the same config.json and arguments (by its source)."
 
     def start(self, checkpoint: str, gguf: str) -> tuple[str, ...]:
         return "python", "-m", "sglang.launch_server", "--model-path", checkpoint

@@ -14,7 +14,7 @@ import json
 import math
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 from ctxext.errors import IncompatibleError, install_line
 from ctxext.runtimes.base import (
@@ -52,10 +52,10 @@ REMAPPED_TYPES = ("llama", "mistral", "mixtral", "qwen2", "qwen2_moe", "qwen3", 
 class VLLM(Runtime):
     """vLLM, as ``vllm serve`` starts it."""
 
-    name: ClassVar[str] = "vllm"
-    length_flag: ClassVar[str] = "--max-model-len"
-    drafts: ClassVar[str] = "vLLM gives them the same config.json (by its source). ctxext's plugin refuses to draft."
-    drafts_missed: ClassVar[str] = (
+    name = "vllm"
+    length_flag = "--max-model-len"
+    drafts = "vLLM gives them the same config.json (by its source). ctxext's plugin refuses to draft."
+    drafts_missed = (
         "vLLM does not apply --hf-overrides to them (its issue 58080). Beyond the length in config.json none of their "
         "guesses is accepted, and each step pays for them."
     )
