@@ -196,7 +196,7 @@ def text_of(config: Any) -> Any:
 
 
 def field_of(config: Any, name: str) -> tuple[Any, str]:
-    """Return the part of a config that holds the field of a dotted name, and the last part of the name."""
+    """Return the part of a config, or of a model, that holds what a dotted name says, and the last part of the name."""
     *path, leaf = name.split(".")
     return functools.reduce(getattr, path, config), leaf
 

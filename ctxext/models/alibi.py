@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+import torch
 from torch import Tensor, nn
 
 from ctxext.attention.alibi import AlibiAttend, bias_fingerprint
@@ -148,6 +150,12 @@ class AlibiArchitecture(Architecture):
                 edits.delete(subject.config, name)
             else:
                 edits.set(subject.config, name, value)
+
+
+def slopes_in(build: Callable[..., Any], heads: int) -> Tensor:
+    """Return the slope of each head, out of the bias tensor that transformers' ``build`` makes of a mask."""
+    bias: Tensor = build(torch.ones(1, 2, dtype=torch.long), heads, torch.float32)
+    return bias.reshape(heads, 2)[:, 1].double()
 
 
 def refuse_halves(model_type: str, method: BiasMethod) -> None:

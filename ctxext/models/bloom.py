@@ -17,7 +17,7 @@ from ctxext.core.subject import Subject
 from ctxext.errors import IncompatibleError, InvalidParameterError
 from ctxext.methods import BiasMethod, Method
 from ctxext.methods.alibi import ALiBi
-from ctxext.models.alibi import AlibiArchitecture, AlibiForward, refuse_halves
+from ctxext.models.alibi import AlibiArchitecture, AlibiForward, refuse_halves, slopes_in
 
 # Trained length of the published BLOOMs (arXiv:2211.05100, table 3), for configs that do not state it.
 TRAINED_LENGTH = 2048
@@ -85,9 +85,7 @@ class Bloom(AlibiArchitecture):
     length_field = "seq_length"
 
     def stock_slopes(self, subject: Subject) -> Tensor:
-        heads = subject.config.n_head
-        bias: Tensor = build_alibi_tensor(torch.ones(1, 2, dtype=torch.long), heads, torch.float32)
-        return bias.reshape(heads, 2)[:, 1].double()
+        return slopes_in(build_alibi_tensor, subject.config.n_head)
 
     def trained_length(self, subject: Subject) -> int | None:
         if subject.saved is not None:  # seq_length is the extended length then

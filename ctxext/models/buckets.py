@@ -268,8 +268,8 @@ def _divided(subject: Subject, temperature: float) -> dict[str, Tensor]:
         else:
             exact = weight.detach().to("cpu", torch.float64) / temperature  # not every device has float64
             quotients[name] = exact.to(weight.dtype).to(weight.device)
-        if not weight.is_meta and not bool(quotients[name].isfinite().all()):
-            raise IncompatibleError(f"{refusal} of {temperature:g}: it would be too large for {weight.dtype}.")
+            if not bool(quotients[name].isfinite().all()):
+                raise IncompatibleError(f"{refusal} of {temperature:g}: it would be too large for {weight.dtype}.")
     return quotients
 
 

@@ -5,14 +5,13 @@ from __future__ import annotations
 import math
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from transformers.models.falcon.modeling_falcon import FalconAttention, FalconModel, build_alibi_tensor
 
 from ctxext.caches.records import cache_in
 from ctxext.core.subject import Subject
 from ctxext.methods.formulas import alibi_slopes
-from ctxext.models.alibi import AlibiArchitecture, AlibiForward
+from ctxext.models.alibi import AlibiArchitecture, AlibiForward, slopes_in
 from ctxext.spec import AlibiSpec
 
 
@@ -50,5 +49,4 @@ class Falcon(AlibiArchitecture):
 
     def stock_slopes(self, subject: Subject) -> Tensor:
         heads = subject.config.num_attention_heads
-        bias: Tensor = build_alibi_tensor(torch.ones(1, 2, dtype=torch.long), heads, torch.float32)
-        return bias.reshape(heads, 2)[:, 1].double() / math.sqrt(subject.config.hidden_size // heads)
+        return slopes_in(build_alibi_tensor, heads) / math.sqrt(subject.config.hidden_size // heads)

@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 
 from ctxext.core.probe import WIDTHS, readers_of, reads_an_encoder
 from ctxext.core.rebuild import FAILURES
+from ctxext.core.subject import field_of
 
 TOKENS = 6  # length of the text that shows the first row
 BOTH_SIDES = "decoder_input_ids"  # an argument of models that read two texts at once
@@ -23,8 +24,7 @@ BOTH_SIDES = "decoder_input_ids"  # an argument of models that read two texts at
 
 def table_of(model: nn.Module, name: str) -> Tensor:
     """Return the weight or buffer of this name."""
-    path, _, leaf = name.rpartition(".")
-    table: Tensor = getattr(model.get_submodule(path), leaf)
+    table: Tensor = getattr(*field_of(model, name))
     return table
 
 
@@ -76,7 +76,7 @@ def _zeros(tensor: Tensor) -> Tensor:
 
 def lookups(twin: PreTrainedModel, name: str, text: list[int], *, only_first: bool = False) -> list[Tensor]:
     """Return the rows of a table that a text looks up, one tensor for each lookup."""
-    owner = twin.get_submodule(name.rpartition(".")[0])
+    owner, _ = field_of(twin, name)
     readers = [reader for reader in readers_of(twin, name) if reader is not owner]
     reads_two = [BOTH_SIDES in inspect.signature(reader.forward).parameters for reader in readers]
     tokens = torch.tensor([text])

@@ -134,7 +134,7 @@ def check_config(config: Any, place: str) -> None:
     """
 
     def require(fits: bool, field: str, value: Any, wanted: str, where: str = "") -> None:
-        if not fits:
+        if not fits and value is not None:
             raise CheckpointError(f"The config of {place} has {field}={shown(value)}{where}; it should be {wanted}.")
 
     saved = saved_extension(config, place)
@@ -142,19 +142,19 @@ def check_config(config: Any, place: str) -> None:
         saved_method(extension)
     named = config.architectures
     is_list = isinstance(named, list) and all(isinstance(name, str) for name in named)
-    require(named is None or is_list, "architectures", named, "a list of class names")
+    require(is_list, "architectures", named, "a list of class names")
     for text in extended_texts(config):
         for dtype in (config.dtype, getattr(text, "dtype", None)):
-            require(dtype is None or isinstance(dtype, torch.dtype), "dtype", dtype, "one of torch's, by its name")
+            require(isinstance(dtype, torch.dtype), "dtype", dtype, "one of torch's, by its name")
         length = getattr(text, "max_position_embeddings", None)
-        is_count = length is None or (is_number(length) and length >= 1)
+        is_count = is_number(length) and length >= 1
         require(is_count, "max_position_embeddings", length, "a number of tokens")
         chunked = getattr(text, CHUNKED, None) or {}
         for name in ("chunk_size", "original_max_position_embeddings"):
             chunk = chunked.get(name) if isinstance(chunked, dict) else None
-            require(chunk is None or is_number(chunk), name, chunk, "a number of tokens", f" in {CHUNKED}")
+            require(is_number(chunk), name, chunk, "a number of tokens", f" in {CHUNKED}")
         rope = getattr(text, "rope_parameters", None)
-        require(rope is None or isinstance(rope, dict), "rope_parameters", rope, "a JSON object")
+        require(isinstance(rope, dict), "rope_parameters", rope, "a JSON object")
         for parameters in (parameters for _, parameters in rope_dicts(text) if "rope_type" in parameters):
             _refuse_unread(text, parameters)
             _refuse_type(parameters["rope_type"], place)
@@ -165,7 +165,7 @@ def check_config(config: Any, place: str) -> None:
                 )
             for name, fits, wanted in ((name, fits, wanted) for names, fits, wanted in VALUES for name in names):
                 value = parameters.get(name)
-                if value is not None and not (value == GUARD and "ctxext" in parameters):
+                if value != GUARD or "ctxext" not in parameters:
                     require(fits(value), name, value, wanted, " in rope_parameters")
 
 

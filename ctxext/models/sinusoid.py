@@ -182,10 +182,9 @@ class Sinusoids(TableArchitecture):
         stored = all(is_stored(subject, table.name) for table in tables)
         guarded = None if stored else guarded_field(subject, "would compute its sinusoids without the extension")
         replace_tables(twins, new, fields, edits, after=after)
-        prove(after, [table.of_rows(len(new[table.name])) for table in tables])
+        prove(after, tables, new)
         for site in sites:
-            path, _, leaf = site.table.name.rpartition(".")
-            module = subject.model.get_submodule(path)
+            module, leaf = field_of(subject.model, site.table.name)
             if (remaker := remaker_of(module)) is not None:  # its table goes on with the extension for longer texts
                 edits.set(module, remaker, Growing(module, leaf, site.formula, inv_freq[site.table.name]))
             _prove(subject, site, inv_freq[site.table.name])
@@ -341,7 +340,7 @@ def _notes(subject: Subject, sites: list[Site], stored: bool) -> list[str]:
     """Return the notes for a user of the model, one or two sentences each."""
     notes = ["Positions of short texts change too: train before use, or compare."]
     end = max(site.target for site in sites)
-    if any(remaker_of(subject.model.get_submodule(site.table.name.rpartition(".")[0])) for site in sites):
+    if any(remaker_of(field_of(subject.model, site.table.name)[0]) for site in sites):
         notes.append(f"Beyond {end:,} tokens the table continues with the extension.")
         if stored:
             notes[-1] += (

@@ -147,7 +147,7 @@ class LearnedTable(TableArchitecture):
         tables = {each.table: weight_of(subject.model, each.table.name) for each in longer}
         new = {table.name: mixed(weight, table.first, rows[table.name]) for table, weight in tables.items()}
         after, others = replace_tables(twins_of(subject.model), new, fields, edits)
-        prove(after, [table.of_rows(len(new[table.name])) for table in tables])
+        prove(after, tables, new)
         longest = max(longer, key=lambda each: each.trained)
         return extension_of(
             longer,

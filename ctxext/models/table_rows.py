@@ -62,10 +62,6 @@ class PositionTable:
         """Number of tokens that the table has a row for."""
         return self.rows - self.first
 
-    def of_rows(self, rows: int) -> PositionTable:
-        """Return the same table with another number of rows."""
-        return replace(self, rows=rows)
-
 
 @dataclass(frozen=True)
 class Growth:
@@ -427,8 +423,7 @@ def replace_tables(
     computed = {name for name, _ in model.named_buffers()} & tables.keys()
     edits.replace_weights(model, {name: value for name, value in tables.items() if name not in computed})
     for name in computed:
-        path, _, leaf = name.rpartition(".")
-        edits.set(model.get_submodule(path), leaf, tables[name])
+        edits.set(*field_of(model, name), tables[name])
     grown = _set_buffers(model, before, after, computed, edits)
     others = _set_attributes(model, before, after, {name.rpartition(".")[0] for name in tables} | grown, edits)
     for name, count in fields.items():
@@ -491,8 +486,8 @@ def follow_fields(model: PreTrainedModel, after: PreTrainedModel, names: Iterabl
                 edits.set(config, name, value)
 
 
-def prove(twin: PreTrainedModel, tables: Iterable[PositionTable]) -> None:
-    """Raise ``VerificationError`` unless a text that fills each table reads it to its last row."""
+def prove(twin: PreTrainedModel, tables: Iterable[PositionTable], new: dict[str, Tensor]) -> None:
+    """Raise ``VerificationError`` unless a text that fills each of the ``new`` tables reads it to its last row."""
     for table in tables:
-        if reason := unread(twin, table):
+        if reason := unread(twin, replace(table, rows=len(new[table.name]))):
             raise VerificationError(f"The extended {type(twin).__name__} would not read its positions: {reason}.")
