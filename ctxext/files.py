@@ -29,6 +29,8 @@ OTHER_WEIGHTS = frozenset({".bin", ".pt", ".pth", ".ckpt", ".pkl", ".h5", ".msgp
 CHUNK = 16 * 2**20
 DAY = 24 * 60 * 60
 Progress = Callable[[int, int], None]
+StrPath = str | os.PathLike[str]
+JsonObject = dict[str, Any]
 LEVELS = 100  # of lists and objects within each other; programs that walk deeper ones end in a RecursionError
 
 
@@ -132,7 +134,7 @@ def refuse_no_weights(folder: Path) -> None:
         )
 
 
-def gguf_at(place: str | os.PathLike[str]) -> Path | None:
+def gguf_at(place: StrPath) -> Path | None:
     """Return the GGUF file that a path is, whatever its name, or holds alone; None for every other checkpoint."""
     path = Path(place)
     files = sorted(path.glob("*.gguf")) if not any((path / name).is_file() for name in CONFIGS) else []

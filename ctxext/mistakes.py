@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 import re
 import socket
 import sys
@@ -14,7 +13,7 @@ from urllib.parse import urlsplit
 from urllib.request import getproxies, proxy_bypass
 
 from ctxext.errors import CheckpointError, InvalidParameterError, UnknownNameError, no_reach
-from ctxext.files import gguf_at, is_choice, nearest_name, refuse_destination, refuse_missing, refuse_no_config
+from ctxext.files import StrPath, gguf_at, is_choice, nearest_name, refuse_destination, refuse_missing, refuse_no_config
 from ctxext.quantities import method_said, parameters_said, parse_budget, parse_bytes
 from ctxext.registry import listed_methods, method_names, runtime_names
 
@@ -125,7 +124,7 @@ def refuse_no_checkpoint(place: str) -> None:
         )
 
 
-def refuse_gguf(path: str | os.PathLike[str]) -> None:
+def refuse_gguf(path: StrPath) -> None:
     """Refuse a GGUF file in the place of a checkpoint."""
     if gguf_at(path):
         raise CheckpointError(

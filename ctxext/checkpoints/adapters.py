@@ -19,14 +19,14 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from ctxext.checkpoints.encodings import encoding_weights, put_encoding_weights
+from ctxext.checkpoints.encodings import encoding_weights
 from ctxext.core.edits import Edits
 from ctxext.core.patching import patched_state
 from ctxext.core.saved import checked_extension, differences
 from ctxext.core.steps import Moment, Step, register
 from ctxext.core.subject import EXTENDED_IN_MEMORY, Subject, unwrapped
 from ctxext.errors import CheckpointError, IncompatibleError, InvalidParameterError, require_package
-from ctxext.files import hidden_beside, read_json, write_whole
+from ctxext.files import JsonObject, StrPath, hidden_beside, read_json, write_whole
 from ctxext.methods.encoding import ENCODING
 
 ADAPTER_FILE = "adapter_config.json"
@@ -47,7 +47,7 @@ GUARDED_FIELDS = ("peft_type", "init_lora_weights")
 HOOK = "ctxext_adapters"
 
 
-def is_adapter(directory: str | os.PathLike[str]) -> bool:
+def is_adapter(directory: StrPath) -> bool:
     """Return whether a local directory holds a PEFT adapter and not a whole model.
 
     axolotl also writes the config of the base model there, which does not make it a whole model.
@@ -69,7 +69,7 @@ def is_adapter(directory: str | os.PathLike[str]) -> bool:
     return True
 
 
-def base_of(directory: str | os.PathLike[str]) -> str:
+def base_of(directory: StrPath) -> str:
     """Return the base checkpoint that an adapter names.
 
     Raises:
@@ -97,7 +97,7 @@ class SavedAdapter:
     """
 
     directory: Path
-    extension: dict[str, Any]
+    extension: JsonObject
     config: Any
     encoding: dict[str, Tensor] | None
     trained: tuple[str, ...] = ()
@@ -126,17 +126,6 @@ class SavedAdapter:
         )
 
 
-@dataclass
-class ExtendedSave:
-    """Replacement of ``save_pretrained`` of a PEFT model whose base is extended: its adapters carry the extension."""
-
-    model: Any
-
-    def __call__(self, save_directory: str | os.PathLike[str], *args: Any, **kwargs: Any) -> None:
-        """Save the adapters, with the arguments of PEFT's method."""
-        save_adapters(self.model, Path(save_directory), *args, **kwargs)
-
-
 @dataclass(eq=False)
 class ExtendedAdapter:
     """Replacement of ``save_pretrained`` of an adapter's PEFT config, which writes the extension next to the config.
@@ -159,7 +148,7 @@ class ExtendedAdapter:
         """Leave the model out: until a model is found to hold the copy, it saves as PEFT does."""
         return vars(self) | {"base": None, "lent": None}
 
-    def __call__(self, save_directory: str | os.PathLike[str], **kwargs: Any) -> None:
+    def __call__(self, save_directory: StrPath, **kwargs: Any) -> None:
         """Save the config, with the arguments of PEFT's method."""
         for config in (self.adapter if self.once else None, self.lent):
             if config is not None:
@@ -193,7 +182,7 @@ def keep_extension(subject: Subject, edits: Edits) -> None:
     base = subject.model
     for module in (*subject.wrappers, base):
         if isinstance(getattr(type(module), "peft_config", None), property):
-            edits.set(module, "save_pretrained", ExtendedSave(module))
+            edits.set(module, "save_pretrained", functools.partial(save_adapters, module))
         if "base_model_prepare_inputs_for_generation" in vars(module):  # PEFT took it before the base was extended
             edits.set(module, "base_model_prepare_inputs_for_generation", base.prepare_inputs_for_generation)
         _adopt(getattr(module, "peft_config", None), base, edits)
@@ -251,8 +240,12 @@ def _adopt(adapters: Any, base: Any, edits: Edits, *, saving: bool = False) -> N
         edits.set(adapters, name, own)
 
 
-def save_adapters(model: Any, directory: Path, *args: Any, **kwargs: Any) -> None:
-    """Save the adapters of a model as its class does, and put the extension of their base next to each."""
+def save_adapters(model: Any, save_directory: StrPath, *args: Any, **kwargs: Any) -> None:
+    """Save the adapters of a model as its class does, and put the extension of their base next to each.
+
+    A PEFT model whose base is extended has this in place of ``save_pretrained``, whose names of arguments it takes.
+    """
+    directory = Path(save_directory)
     places = [directory if name == "default" else directory / name for name in model.peft_config]
     if isinstance(model, PreTrainedModel):  # transformers' own adapters: the active one, not in a folder of its name
         places = [directory]
@@ -298,14 +291,14 @@ def _encoding_beside(base: Any, adapter: str) -> dict[str, Tensor]:
 
 
 def _save_marked(
-    adapter: Any, directory: Path, extension: dict[str, Any], encoding: dict[str, Tensor], **kwargs: Any
+    adapter: Any, directory: Path, extension: JsonObject, encoding: dict[str, Tensor], **kwargs: Any
 ) -> None:
     """Write an adapter's PEFT config so that loading it without ctxext fails clearly, and the extension next to it."""
     with tempfile.TemporaryDirectory() as plain:
         type(adapter).save_pretrained(adapter, plain, **kwargs)
         values = json.loads((Path(plain) / ADAPTER_FILE).read_text(encoding="utf-8"))
     guarded = {name: values[name] for name in GUARDED_FIELDS if name in values}
-    saved: dict[str, Any] = {"extension": extension, "guarded": guarded}
+    saved: JsonObject = {"extension": extension, "guarded": guarded}
     if encoding:
         saved["encoding"] = {"trained": [name for name, weight in encoding.items() if weight.requires_grad]}
     directory.mkdir(parents=True, exist_ok=True)
@@ -328,7 +321,7 @@ def _is_guarded(value: object) -> bool:
     return isinstance(value, str) and value.startswith(GUARD)
 
 
-def read_beside(path: Path) -> dict[str, Any]:
+def read_beside(path: Path) -> JsonObject:
     """Read the file that ctxext writes next to an adapter.
 
     Raises:
@@ -355,14 +348,14 @@ def read_extension(directory: Path, *, plain: bool = False) -> SavedAdapter:
     from peft import PeftConfig
 
     path = directory / EXTENSION_FILE
-    adapter = read_json(directory / ADAPTER_FILE)
-    if not path.is_file() and any(_is_guarded(adapter.get(field)) for field in GUARDED_FIELDS):
+    adapter, is_extended = read_json(directory / ADAPTER_FILE), path.is_file()
+    if not is_extended and any(_is_guarded(adapter.get(field)) for field in GUARDED_FIELDS):
         raise CheckpointError(
             f"{directory} is an adapter of an extended model without its {EXTENSION_FILE}: saving was interrupted, or "
             f"that file was not copied along. Copy it too, or save the adapter again with ctxext.save."
         )
-    carried = None if path.is_file() else _carried_by_base(adapter)
-    if not (path.is_file() or carried or plain):
+    carried = None if is_extended else _carried_by_base(adapter)
+    if not (is_extended or carried or plain):
         raise CheckpointError(
             f"{directory} is an adapter without {EXTENSION_FILE}: it was saved without an extension. Name the one to "
             f"take, as in ctxext.load(path, method='yarn', factor=4), or load it plain with PeftModel."
@@ -372,7 +365,7 @@ def read_extension(directory: Path, *, plain: bool = False) -> SavedAdapter:
             f"{directory} has no {ADAPTER_WEIGHTS}; ctxext reads adapters from safetensors only. Save it again with "
             f"ctxext.save."
         )
-    if not path.is_file():
+    if not is_extended:
         return SavedAdapter(directory, carried or {}, PeftConfig.from_pretrained(directory), None)
     saved = read_beside(path)
     if not all(_is_guarded(adapter.get(field)) for field in saved["guarded"]):
@@ -390,7 +383,7 @@ def read_extension(directory: Path, *, plain: bool = False) -> SavedAdapter:
     return SavedAdapter(directory, extension, config, _read_encoding(directory), tuple(saved["encoding"]["trained"]))
 
 
-def _carried_by_base(adapter: dict[str, Any]) -> dict[str, Any] | None:
+def _carried_by_base(adapter: JsonObject) -> JsonObject | None:
     """Return the extension of the base that an adapter names, if that is a directory whose config carries one.
 
     Programs without ctxext load such a base extended, and save the adapters that they train on it unmarked.
@@ -481,7 +474,9 @@ def put_adapter(
             f"The adapter in {adapter.directory} does not fit this {type(base).__name__}: {unreached}. Give the base "
             f"that it was trained on, or mend {ADAPTER_FILE}."
         )
-    put_encoding_weights(base, beside)
+    with torch.no_grad():
+        for key, weight in beside.items():
+            known[key].copy_(weight)
     if arguments.get("is_trainable"):
         for key in adapter.trained:
             known[key].requires_grad_()

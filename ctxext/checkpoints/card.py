@@ -46,10 +46,10 @@ def write_card(
     Raises:
         CheckpointError: the metadata of the card cannot be read.
     """
-    path = directory / MODEL_CARD
+    path, saved = directory / MODEL_CARD, model.config.ctxext
     card = _read(path)
     sections = [
-        f"```text\n{describe_saved(model.config.ctxext, model.config.model_type)}\n```",
+        f"```text\n{describe_saved(saved, model.config.model_type)}\n```",
         _loading(model, name, adapter, trusted, (directory / "modules.json").is_file(), cuts),
         _serving(model, name) if not adapter else "",
         _measured(results) if results else "",
@@ -57,7 +57,6 @@ def write_card(
     section = "\n\n".join(filter(None, [BEGIN, "## Longer context", *sections, END]))
     before, after = (part.strip("\n") for part in (*MARKED.split(card.text, maxsplit=1), "")[:2])
     card.text = "\n\n".join(filter(None, [before or f"# {name}", section, after])) + "\n"
-    saved = model.config.ctxext
     methods = {side["method"]["method"] for side in saved_sides(saved).values() or (saved,)}
     tags = card.data.get("tags") or []
     others = [tag for tag in ([tags] if isinstance(tags, str) else tags) if tag not in {"ctxext", *known_methods()}]

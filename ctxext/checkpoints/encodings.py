@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 
-import torch
 from torch import Tensor, nn
 
 from ctxext.methods.encoding import Encoding
@@ -26,14 +25,6 @@ def encoding_weights(model: nn.Module, adapter: str | None = None) -> dict[str, 
         if holder is None and name not in copied:
             weights |= {f"{name}.{key}": weight for key, weight in encoding.state_dict(keep_vars=True).items()}
     return weights
-
-
-def put_encoding_weights(model: nn.Module, weights: Mapping[str, Tensor]) -> None:
-    """Give the encodings on a model these weights, by name as in ``encoding_weights``; dtype and device stay."""
-    held = encoding_weights(model)
-    with torch.no_grad():
-        for name, weight in weights.items():
-            held[name].copy_(weight)
 
 
 def _encodings(model: nn.Module) -> Iterator[tuple[str, Encoding, str | None]]:

@@ -11,7 +11,6 @@ import functools
 import os
 import struct
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +27,6 @@ SAME_HEAD = 8
 Value = str | int | float
 
 
-@dataclass(frozen=True, eq=False)
 class GGUFFile:
     """A GGUF file that was opened for reading. Its weights are looked at only when they are copied.
 
@@ -37,15 +35,13 @@ class GGUFFile:
             reads it is missing.
     """
 
-    path: Path
-    _reader: Any = field(init=False, repr=False)
-
-    def __post_init__(self) -> None:
-        require_package("gguf", "demo", f"Reading {self.path} needs", CheckpointError)
-        if not self.path.is_file():
-            raise CheckpointError(f"There is no file {self.path}.")
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        require_package("gguf", "demo", f"Reading {path} needs", CheckpointError)
+        if not path.is_file():
+            raise CheckpointError(f"There is no file {path}.")
         try:
-            reader = _reader_class()(self.path)
+            self._reader = _reader_class()(path)
         except (
             ValueError,
             LookupError,
@@ -53,8 +49,7 @@ class GGUFFile:
             RecursionError,
             struct.error,
         ) as error:  # short files: the second or last
-            raise CheckpointError(f"{self.path} cannot be read as GGUF: {error}.{lfs_advice(self.path)}") from error
-        object.__setattr__(self, "_reader", reader)
+            raise CheckpointError(f"{path} cannot be read as GGUF: {error}.{lfs_advice(path)}") from error
         if (parts := self.number("split.count", 1)) > 1:
             raise CheckpointError(
                 f"{self.path} is part {self.number('split.no', 0) + 1} of the {parts} files of a model. Put them "
@@ -181,8 +176,11 @@ class GGUFFile:
         """Return the description of a new tensor, its bytes, and their offset in (or after) ``size`` bytes of data."""
         data, place = numbers.astype("<f4").tobytes(), self._tensor(name)
         if place is None:
+            from gguf import GGMLQuantizationType
+
             offset = self._padded(size)
-            return _tensor_info(name, len(numbers), offset), data, offset
+            info = struct.pack("<IQIQ", 1, len(numbers), GGMLQuantizationType.F32, offset)
+            return _text(name) + info, data, offset
         if place.n_bytes != len(data):
             raise CheckpointError(
                 f"{name} in {self.path} has {place.n_bytes} bytes, where {len(data)} are to be: it is of another model."
@@ -251,12 +249,6 @@ def _packed(name: str, value: Value) -> bytes:
 
 def _text(value: str) -> bytes:
     return struct.pack("<Q", len(value.encode())) + value.encode()
-
-
-def _tensor_info(name: str, count: int, offset: int) -> bytes:
-    from gguf import GGMLQuantizationType
-
-    return _text(name) + struct.pack("<IQIQ", 1, count, GGMLQuantizationType.F32, offset)
 
 
 def scaling_in_gguf(path: Path) -> tuple[str, ...]:

@@ -18,6 +18,7 @@ from jaxtyping import Float
 from ctxext.checkpoints.gguf_file import GGUFFile
 from ctxext.core.scaling import heads_of, is_windowed, rope_dicts
 from ctxext.errors import CheckpointError
+from ctxext.files import JsonObject
 
 DIVISORS = "rope_freqs.weight"
 LONG, SHORT = "rope_factors_long.weight", "rope_factors_short.weight"
@@ -66,7 +67,7 @@ def _head(file: GGUFFile, architecture: str, head: int) -> int:
     return int(file.number(f"{architecture}.attention.key_length", head))
 
 
-def _scaling(file: GGUFFile, prefix: str, width: int) -> dict[str, Any]:
+def _scaling(file: GGUFFile, prefix: str, width: int) -> JsonObject:
     """Translate the scaling into the fields of transformers; empty if positions are plain."""
     scaling = prefix + "scaling."
     kind = file.get(scaling + "type", "linear")
@@ -105,11 +106,11 @@ def _scaling(file: GGUFFile, prefix: str, width: int) -> dict[str, Any]:
 
 
 def _yarn(
-    file: GGUFFile, scaling: str, tables: dict[str, Any], *, factor: float, scale: float, original: int
-) -> dict[str, Any]:
+    file: GGUFFile, scaling: str, tables: JsonObject, *, factor: float, scale: float, original: int
+) -> JsonObject:
     if tables:
         raise _unreadable(file, f"says {scaling}type=yarn and holds {next(iter(tables))}, which divides beside it")
-    form: dict[str, Any] = {
+    form: JsonObject = {
         "rope_type": "yarn",
         "factor": factor,
         "original_max_position_embeddings": original,

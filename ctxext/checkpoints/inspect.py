@@ -32,7 +32,7 @@ from ctxext.core.saved import (
 from ctxext.core.scaling import published_json, scaling_of
 from ctxext.core.subject import Subject, text_of
 from ctxext.errors import CheckpointError, CtxextError, IncompatibleError, PatchStateError
-from ctxext.files import read_json
+from ctxext.files import StrPath, read_json
 from ctxext.methods import EncodingMethod, Method, known_methods
 from ctxext.methods.parameters import checked_tokens
 from ctxext.models import architecture_of
@@ -119,7 +119,7 @@ class Inspection:
 
 
 def inspect_checkpoint(
-    place: str | os.PathLike[str],
+    place: StrPath,
     *,
     trained_length: int | None = None,
     trust_remote_code: bool = False,
@@ -256,7 +256,7 @@ def _long_already(config: Any, known: int | None, verdicts: Sequence[MethodCheck
 
 
 def rope_of_checkpoint(
-    place: str | os.PathLike[str], *, trained_length: int | None = None, trust_remote_code: bool = False
+    place: StrPath, *, trained_length: int | None = None, trust_remote_code: bool = False
 ) -> RopeSpec:
     """Return the plain rotation of a checkpoint.
 

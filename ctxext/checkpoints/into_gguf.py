@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from ctxext.checkpoints.gguf_file import SCALING_TENSORS, GGUFFile
 from ctxext.core.subject import text_of
 from ctxext.errors import CheckpointError
+from ctxext.files import JsonObject, Progress
 from ctxext.methods.formulas import NEVER
 from ctxext.runtimes.base import ExtensionInConfig
 from ctxext.runtimes.llama_cpp import DIVISORS, holds_divisors, is_scaling, keys_of
@@ -32,7 +32,7 @@ def write_into_gguf(
     out: Path,
     *,
     architecture: str,
-    progress: Callable[[int, int], None] | None = None,
+    progress: Progress | None = None,
 ) -> None:
     """Write a copy of a GGUF file that holds an extension.
 
@@ -52,18 +52,13 @@ def write_into_gguf(
     _refuse_other_model(file, architecture, extended, before, rotary_dim=2 * len(divisors))
     _refuse_other_scaling(file, [divisors, _divisors(before, base, extended.trained_length)])
     tensor = (DIVISORS, divisors) if holds_divisors(extended) else None
-    if tensor is None:
-        _refuse_tensors(file, extended)
-    file.copy(out, keys=keys_of(extended, architecture), drop=is_scaling, tensor=tensor, progress=progress)
-
-
-def _refuse_tensors(file: GGUFFile, extended: ExtensionInConfig) -> None:
-    """Refuse a file with a tensor of divisors, which would act on top of the keys."""
-    if scaling := [name for name in file.tensors if name.startswith(SCALING_TENSORS)]:
+    scaling = [name for name in file.tensors if name.startswith(SCALING_TENSORS)]
+    if tensor is None and scaling:  # they would act on top of the keys
         raise CheckpointError(
             f"{file.path} holds {scaling[0]}, which scales positions beside the keys of {extended.method}. Give the "
             f"GGUF file of a checkpoint whose positions are plain."
         )
+    file.copy(out, keys=keys_of(extended, architecture), drop=is_scaling, tensor=tensor, progress=progress)
 
 
 def _divisors(text: Any, base: float, length: int) -> Float[np.ndarray, " half"]:
@@ -80,7 +75,7 @@ def _divisors(text: Any, base: float, length: int) -> Float[np.ndarray, " half"]
     return divisors
 
 
-def _frequencies(text: Any, rope: dict[str, Any], length: int) -> Float[np.ndarray, " half"]:
+def _frequencies(text: Any, rope: JsonObject, length: int) -> Float[np.ndarray, " half"]:
     """Compute the frequencies of plain transformers for a text of ``length`` tokens, in float64."""
     config = copy.deepcopy(text)
     config.rope_parameters = rope

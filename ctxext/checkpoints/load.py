@@ -25,6 +25,8 @@ from ctxext.checkpoints.adapters import (
 )
 from ctxext.checkpoints.classes import config_of, meta_model, model_class
 from ctxext.checkpoints.source import (
+    LoadingOptions,
+    NamedTensors,
     checked_contents,
     checked_path,
     gguf_inside,
@@ -62,6 +64,7 @@ from ctxext.errors import (
     require_package,
     unwritable,
 )
+from ctxext.files import JsonObject, StrPath
 from ctxext.methods import Method, choice_in, is_choice, known_methods, method_class, with_choice
 from ctxext.models.refusals import building, running_code
 from ctxext.spec import ExtensionArguments
@@ -101,12 +104,12 @@ def _reporting(verb: Callable[..., Any]) -> Callable[..., Any]:
 
 
 @overload
-def load(path: str | os.PathLike[str], method: Any = ..., *, auto_class: type[ModelT], **given: Any) -> ModelT: ...
+def load(path: StrPath, method: Any = ..., *, auto_class: type[ModelT], **given: Any) -> ModelT: ...
 
 
 @overload
 def load(
-    path: str | os.PathLike[str],
+    path: StrPath,
     method: str | Method | None = ...,
     *,
     factor: float | None = ...,
@@ -123,7 +126,7 @@ def load(
 
 @_reporting
 def load(
-    path: str | os.PathLike[str],
+    path: StrPath,
     method: str | Method | None = None,
     *,
     factor: float | None = None,
@@ -209,7 +212,7 @@ def load(
 def _extended(
     place: str,
     arguments: ExtensionArguments | dict[str, ExtensionArguments],
-    loading: dict[str, Any],
+    loading: LoadingOptions,
     auto_class: Any,
 ) -> PreTrainedModel:
     """Load a checkpoint with a new extension instead of the saved one."""
@@ -234,7 +237,7 @@ def _extended(
 
 
 def load_saved(
-    path: str | os.PathLike[str],
+    path: StrPath,
     *,
     plain_class: Any = None,
     base: Any = None,
@@ -290,7 +293,7 @@ def _refuse_base(base: Any, place: str) -> None:
         raise InvalidParameterError(f"base={given} is for adapters, and {place} is a whole model.")
 
 
-def replaces_weights(model: PreTrainedModel, saved: dict[str, Any] | None) -> bool:
+def replaces_weights(model: PreTrainedModel, saved: JsonObject | None) -> bool:
     """Return whether weights that fit the config of ``model`` without an extension do not fit it with one.
 
     ``saved`` is the extension, as a config holds it; None asks whether it is so with every one.
@@ -319,7 +322,7 @@ def _buildable(extended: Any, config: Any) -> Any:
     return extended
 
 
-def _refuse_arguments(path: Any, loading: dict[str, Any]) -> None:
+def _refuse_arguments(path: Any, loading: LoadingOptions) -> None:
     if not isinstance(path, str | os.PathLike):
         raise InvalidParameterError(f"path must be a directory or a name on the hub, found {path!r}.")
     if "config" in loading:
@@ -339,7 +342,7 @@ def _refuse_without_method(arguments: ExtensionArguments) -> None:
         )
 
 
-def _read_config(place: str, loading: dict[str, Any]) -> Any:
+def _read_config(place: str, loading: LoadingOptions) -> Any:
     if loading.get("gguf_file"):
         require_package("accelerate", "demo", f"Reading {loading['gguf_file']} needs", CheckpointError)
     location = {key: loading[key] for key in LOCATION if key in loading}
@@ -358,7 +361,7 @@ def _read_config(place: str, loading: dict[str, Any]) -> Any:
 def _read_model(
     place: str,
     config: PreTrainedConfig,
-    loading: dict[str, Any],
+    loading: LoadingOptions,
     auto_class: Any = None,
     *,
     restored: bool = False,
@@ -375,10 +378,10 @@ def _read_model(
     loading = {name: value for name, value in loading.items() if name in NO_FIELDS or not hasattr(config, name)}
     chosen = model_class(config, auto_class)
     config = config_of(config, chosen)
-    stored = dict[str, torch.Tensor]()
+    stored = NamedTensors()
     built = class_with_parts(chosen, config) if restored else chosen
     if not loading.get("gguf_file"):
-        loading = {"use_safetensors": True} | loading
+        loading = {"use_safetensors": True, **loading}
         if loading["use_safetensors"] and Path(place).is_dir():
             stored = checked_contents(Path(place) / loading.get("subfolder", ""), copied=False).stored
     fitting = {"output_loading_info": True, "ignore_mismatched_sizes": True}
@@ -411,9 +414,7 @@ def _read_model(
     return loaded
 
 
-def refuse_unfit(
-    place: str | os.PathLike[str], model: PreTrainedModel, report: dict[str, Any], stored: dict[str, torch.Tensor]
-) -> None:
+def refuse_unfit(place: StrPath, model: PreTrainedModel, report: dict[str, Any], stored: NamedTensors) -> None:
     """Raise ``CheckpointError`` for weights that do not fit ``model``, which would keep random ones instead.
 
     Args:
@@ -499,9 +500,9 @@ def attached(model: PreTrainedModel, place: str, attention: str | None = None) -
 
 def _load_adapter(
     directory: Path,
-    base: str | os.PathLike[str] | nn.Module | None,
+    base: StrPath | nn.Module | None,
     attention: str | None,
-    loading: dict[str, Any],
+    loading: LoadingOptions,
     auto_class: Any,
     plain_class: Any,
 ) -> Any:
@@ -530,7 +531,7 @@ def _load_adapter(
 
 
 def _load_base(
-    adapter: SavedAdapter, place: str, attention: str | None, loading: dict[str, Any], *, named: bool
+    adapter: SavedAdapter, place: str, attention: str | None, loading: LoadingOptions, *, named: bool
 ) -> tuple[nn.Module, bool]:
     """Load the base of an adapter, extended as it was trained on, and tell whether its encoding was drawn anew.
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -26,7 +25,7 @@ from ctxext.core.rotary import require_as_patched
 from ctxext.core.saved import extended_texts, saved_sides
 from ctxext.core.subject import Subject
 from ctxext.errors import CheckpointError, InvalidParameterError, PatchStateError
-from ctxext.files import whole_files
+from ctxext.files import StrPath, whole_files
 from ctxext.methods import RopeMethod, saved_class
 from ctxext.models import find_architecture
 from ctxext.models.sinusoid import Sinusoids
@@ -38,7 +37,7 @@ ADAPTER_FILES = (ENCODING_FILE, ADAPTER_FILE, EXTENSION_FILE)
 
 def save(
     model: Any,
-    directory: str | os.PathLike[str],
+    directory: StrPath,
     *,
     tokenizer: Any = None,
     remote_code: bool = False,
@@ -103,7 +102,8 @@ def save(
             if (place / MODEL_CARD).is_file():  # PEFT adds to it, too
                 shutil.copyfile(place / MODEL_CARD, half / MODEL_CARD)
             elif is_published:
-                _fetch_card(hub, half)
+                with contextlib.suppress(EntryNotFoundError, RepositoryNotFoundError):
+                    shutil.copyfile(hf_hub_download(hub["repo_id"], MODEL_CARD, token=hub["token"]), half / MODEL_CARD)
             if adapted is None:
                 _save_whole(inner, half, module, saving)
             else:
@@ -131,12 +131,6 @@ def save(
         ) from error
     if is_published:
         _publish(place, written, hub)
-
-
-def _fetch_card(hub: dict[str, Any], directory: Path) -> None:
-    """Put the model card that is on the hub into a directory, if there is one."""
-    with contextlib.suppress(EntryNotFoundError, RepositoryNotFoundError):
-        shutil.copyfile(hf_hub_download(hub["repo_id"], MODEL_CARD, token=hub["token"]), directory / MODEL_CARD)
 
 
 def _publish(place: Path, files: list[str], hub: dict[str, Any]) -> None:

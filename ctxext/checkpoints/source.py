@@ -26,6 +26,8 @@ from ctxext.core.subject import text_of
 from ctxext.errors import CheckpointError, CtxextError, unwritable
 from ctxext.files import (
     OTHER_WEIGHTS,
+    JsonObject,
+    StrPath,
     files_below,
     followed,
     gguf_at,
@@ -41,6 +43,10 @@ from ctxext.files import (
 from ctxext.models.refusals import UNFIT, check_config, refuse_lost_fields, refuse_two_stories, running_code
 from ctxext.rope_types import GUARD
 
+LoadingOptions = dict[str, Any]
+"""Arguments of ``from_pretrained``, by name."""
+NamedTensors = dict[str, torch.Tensor]
+"""Tensors of a file, on the meta device, by name."""
 # vLLM prefers these to config.json where it finds them, and would serve the checkpoint unextended.
 MISTRAL_FORMAT = ("params.json", "consolidated*.safetensors", "consolidated*.index.json")
 WHOLE = "model.safetensors"  # which transformers prefers to an index
@@ -61,17 +67,17 @@ class Contents:
     weights: list[Path] = field(default_factory=list)
     others: list[Path] = field(default_factory=list)
     left_out: list[str] = field(default_factory=list)
-    tensors: dict[str, dict[str, torch.Tensor]] = field(default_factory=dict)
+    tensors: dict[str, NamedTensors] = field(default_factory=dict)
 
     @property
-    def stored(self) -> dict[str, torch.Tensor]:
+    def stored(self) -> NamedTensors:
         """The tensors that transformers reads: of one file, if it has the name of all weights."""
         whole = self.tensors.get(WHOLE)
         return whole or {name: tensor for tensors in self.tensors.values() for name, tensor in tensors.items()}
 
 
 def read_any_config(
-    place: str | os.PathLike[str],
+    place: StrPath,
     *,
     trust_remote_code: bool = False,
     fields: dict[str, Any] | None = None,
@@ -120,15 +126,16 @@ def read_any_config(
         raise CheckpointError(_misplaced(place, raw, error) or _unreadable(named, error)) from error
     if REMOTE_MODULE in str(getattr(config, "auto_map", "")):  # ctxext itself loads without this code
         del config.auto_map
-    check_config(config, os.fspath(place))
+    where = os.fspath(place)
+    check_config(config, where)
     if "ctxext" in raw:
-        refuse_two_stories(config, raw, os.fspath(place))
+        refuse_two_stories(config, raw, where)
     elif not location.get("gguf_file"):
-        refuse_lost_fields(config, os.fspath(place), raw | fields)
+        refuse_lost_fields(config, where, raw | fields)
     return config
 
 
-def quantised_beside(place: str | os.PathLike[str], config: Any) -> dict[str, Any] | None:
+def quantised_beside(place: StrPath, config: Any) -> JsonObject | None:
     """Return the entry on quantised weights in another file (GPTQ, AWQ, ModelOpt); None if config.json has one.
 
     transformers reads none of these files; programs that serve quantised weights do.
@@ -143,7 +150,7 @@ def quantised_beside(place: str | os.PathLike[str], config: Any) -> dict[str, An
     return None
 
 
-def read_tokenizer(place: str | os.PathLike[str], **location: Any) -> Any:
+def read_tokenizer(place: StrPath, **location: Any) -> Any:
     """Read the tokenizer of a checkpoint; ``location`` as in ``read_any_config``.
 
     Raises:
@@ -158,19 +165,19 @@ def read_tokenizer(place: str | os.PathLike[str], **location: Any) -> Any:
         raise CheckpointError(f"{place} has no tokenizer that can be read: {error}{unwritable(error)}") from error
 
 
-def opened_gguf(place: str | os.PathLike[str], gguf_file: str | None = None, **location: Any) -> GGUFFile | None:
+def opened_gguf(place: StrPath, gguf_file: str | None = None, **location: Any) -> GGUFFile | None:
     """Open the GGUF file that a location names; None where it names none."""
     return None if gguf_file is None else GGUFFile(Path(cached_file(place, gguf_file, **location)))
 
 
-def keeps_old_readers_out(place: str | os.PathLike[str], **location: Any) -> bool:
+def keeps_old_readers_out(place: StrPath, **location: Any) -> bool:
     """Return whether the config at ``place`` has a guard where readers of transformers 4 look for the base."""
     raw, _ = ({}, None) if location.get("gguf_file") else PreTrainedConfig.get_config_dict(place, **location)
     parts = [raw, *(part for part in raw.values() if isinstance(part, dict))]
     return any(value == OLD_GUARD for part in parts for value in part.values())
 
 
-def _misplaced(place: str | os.PathLike[str], raw: dict[str, Any], error: BaseException) -> str | None:
+def _misplaced(place: StrPath, raw: JsonObject, error: BaseException) -> str | None:
     """Explain a rope block next to the text part, where transformers fails for want of a length; None otherwise."""
     blocks = [name for name in ("rope_scaling", "rope_parameters") if isinstance(raw.get(name), dict)]
     parts = [name for name in ("text_config", "llm_config", "language_config") if isinstance(raw.get(name), dict)]
@@ -182,7 +189,7 @@ def _misplaced(place: str | os.PathLike[str], raw: dict[str, Any], error: BaseEx
     )
 
 
-def _unreadable(place: str | os.PathLike[str], error: Exception) -> str:
+def _unreadable(place: StrPath, error: Exception) -> str:
     """Explain why a config could not be read; a name may be the misspelt name of a directory."""
     if Path(place).exists():
         return (
@@ -191,7 +198,7 @@ def _unreadable(place: str | os.PathLike[str], error: Exception) -> str:
     return f"There is no directory {place}.{nearest_name(Path(place))} The hub did not give it either: {error}"
 
 
-def checked_path(path: str | os.PathLike[str], loading: dict[str, Any]) -> str:
+def checked_path(path: StrPath, loading: LoadingOptions) -> str:
     """Refuse a local path that holds no checkpoint; a name on the hub passes.
 
     Raises:
@@ -209,7 +216,7 @@ def checked_path(path: str | os.PathLike[str], loading: dict[str, Any]) -> str:
     return place
 
 
-def gguf_inside(path: str | os.PathLike[str], loading: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+def gguf_inside(path: StrPath, loading: LoadingOptions) -> tuple[str, LoadingOptions]:
     """Name a GGUF file as transformers does, by its directory and file; leave any other path as it is.
 
     Values that ``loading``, the arguments of ``from_pretrained``, already has are kept.
@@ -218,7 +225,7 @@ def gguf_inside(path: str | os.PathLike[str], loading: dict[str, Any]) -> tuple[
     file = gguf_at(path)
     if file is None:
         return os.fspath(path), loading
-    named: dict[str, Any] = {"gguf_file": file.name}
+    named: LoadingOptions = {"gguf_file": file.name}
     if hasattr(transformers, "GgufConfig"):  # since 5.17, before which transformers unpacked every file
         named["quantization_config"] = transformers.GgufConfig(dequantize=True)
     return str(file.parent), named | loading
@@ -324,7 +331,7 @@ def _check_weights(source: Path, contents: Contents) -> None:
         )
 
 
-def _check_index(source: Path, index: Path, tensors: dict[str, dict[str, torch.Tensor]]) -> set[str]:
+def _check_index(source: Path, index: Path, tensors: dict[str, NamedTensors]) -> set[str]:
     """Return the files that an index names, having checked that each is there with the tensors that it should hold."""
     weight_map = read_json(index).get("weight_map", {})
     if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
@@ -332,10 +339,11 @@ def _check_index(source: Path, index: Path, tensors: dict[str, dict[str, torch.T
             f"{index} should map each tensor to its file under weight_map; found {json.dumps(weight_map)[:40]}. "
             f"Download it again."
         )
-    missing = sorted(set(weight_map.values()) - tensors.keys())
+    named = set(weight_map.values())
+    missing = sorted(named - tensors.keys())
     if missing:
         raise CheckpointError(f"{source} is incomplete: {index.name} names {', '.join(missing)}, not there.")
-    shards = sorted(name for name in set(weight_map.values()) if SHARD.fullmatch(name))
+    shards = sorted(name for name in named if SHARD.fullmatch(name))
     counts = {int(match[1]) for match in map(SHARD.fullmatch, shards) if match}
     if shards and counts != {len(shards)}:
         raise CheckpointError(
@@ -350,7 +358,7 @@ def _check_index(source: Path, index: Path, tensors: dict[str, dict[str, torch.T
         )
     files = dict[str, str]()
     # An unnamed model.safetensors counts too: transformers would read it instead of the files of the index.
-    for file in sorted({*weight_map.values(), WHOLE} & tensors.keys()):
+    for file in sorted({*named, WHOLE} & tensors.keys()):
         for name in tensors[file]:
             if name in files:
                 raise CheckpointError(
@@ -358,10 +366,10 @@ def _check_index(source: Path, index: Path, tensors: dict[str, dict[str, torch.T
                     f"Keep one checkpoint, or download the files that {index.name} names into an empty directory."
                 )
             files[name] = file
-    return set(weight_map.values())
+    return named
 
 
-def _tensors(path: Path) -> dict[str, torch.Tensor]:
+def _tensors(path: Path) -> NamedTensors:
     """Return the tensors of a safetensors file on the meta device; whole numbers are int64, all others float32.
 
     Opening the file checks its size and reads no weights.

@@ -47,6 +47,7 @@ from ctxext.errors import (
 )
 from ctxext.files import (
     Progress,
+    StrPath,
     copy_counted,
     ending_cleanly,
     followed,
@@ -93,8 +94,8 @@ class Written:
 
 
 def patch_checkpoint(
-    source: str | os.PathLike[str],
-    destination: str | os.PathLike[str],
+    source: StrPath,
+    destination: StrPath,
     method: str | Method | None = None,
     *,
     link: bool = False,
@@ -179,11 +180,11 @@ def patch_checkpoint(
 
 
 def patch_with_draft(
-    source: str | os.PathLike[str],
-    destination: str | os.PathLike[str],
+    source: StrPath,
+    destination: StrPath,
     method: str | Method | None = None,
     *,
-    draft: str | os.PathLike[str],
+    draft: StrPath,
     results: str | None = None,
     trained_length: int | None = None,
     **given: Any,
