@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
@@ -32,7 +32,7 @@ from ctxext.core.saved import (
 from ctxext.core.scaling import is_windowed, rope_dicts, same_rope, scaling_of
 from ctxext.core.subject import Subject, field_of, text_of
 from ctxext.errors import CheckpointError, IncompatibleError, InvalidParameterError, PatchStateError, UnknownNameError
-from ctxext.files import digest
+from ctxext.files import JsonObject, Progress, StrPath, digest
 from ctxext.methods import METHODS, Method, TableMethod
 from ctxext.mistakes import refuse_gguf
 from ctxext.models.drafts import about_drafts, draft_heads
@@ -45,13 +45,13 @@ from ctxext.spec import ExtensionArguments
 
 
 def export(
-    checkpoint: str | os.PathLike[str] | nn.Module,
+    checkpoint: StrPath | nn.Module,
     *,
     to: str,
     method: str | Method | None = None,
-    gguf: tuple[str | os.PathLike[str], str | os.PathLike[str]] | None = None,
+    gguf: tuple[StrPath, StrPath] | None = None,
     trust_remote_code: bool = False,
-    progress: Callable[[int, int], None] | None = None,
+    progress: Progress | None = None,
     **arguments: Any,
 ) -> Export:
     """Return the flags with which another runtime serves an extended checkpoint, and the limits of that runtime.
@@ -92,11 +92,11 @@ def export(
     if isinstance(checkpoint, nn.Module):
         if method is not None:
             raise InvalidParameterError("A model is exported as it is patched; give method with a checkpoint path.")
-        config, served, guarded = Subject.of(checkpoint).config, None, False
+        config, served, guarded, place = Subject.of(checkpoint).config, None, False, "CHECKPOINT"
         trust_remote_code = True  # its code has run
     else:
         config, served, guarded = _read(checkpoint, method, gguf is not None, trust_remote_code, arguments)
-    place = "CHECKPOINT" if isinstance(checkpoint, nn.Module) else os.fspath(checkpoint)
+        place = os.fspath(checkpoint)
     if served is None:
         require_consistent(config, trust_remote_code)
     if gguf is None and served is None:
@@ -118,7 +118,7 @@ def with_start(made: Export, checkpoint: str) -> Export:
     file = checkpoint if checkpoint.endswith(".gguf") else file
     runtime, config = RUNTIMES[made.target], Path(checkpoint) / "config.json"
     made = replace(made, config_sha256=digest(config.read_bytes()) if config.is_file() else "")
-    return replace(made, start=(*made.start, checkpoint) if made.start else runtime.start(checkpoint, file))
+    return replace(made, start=(*(made.start or runtime.start), file if runtime.reads_gguf else checkpoint))
 
 
 def _of_original(config: Any, served: Any, to: str, place: str, first: tuple[str, ...]) -> Export:
@@ -145,7 +145,7 @@ def _patch_command(place: str, method: Any, trust_remote_code: bool, arguments: 
 
 
 def _read(
-    checkpoint: str | os.PathLike[str],
+    checkpoint: StrPath,
     method: str | Method | None,
     into_gguf: bool,
     trust_remote_code: bool,
@@ -183,15 +183,20 @@ def export_config(config: Any, *, to: str, served: Any = None, guarded: bool = F
     ``served`` is the config in the files, where it is another one. ``guarded`` says that the files keep out whoever
     reads the fields of transformers 4.
     """
-    if (longer := _longer_table(config, served, to)) is not None:
-        return longer
-    if (alibi := _own_alibi(config, served)) is not None:
-        return RUNTIMES[to].export_own_alibi(alibi)
-    extension = read_extended(config, served)
-    exported = RUNTIMES[to].export(replace(extension, guarded=guarded))
+    runtime, saved = RUNTIMES[to], saved_extension(config, f"this {config.model_type}")
+    method = None if saved is None else saved_method(saved)
+    if saved is not None and saved["stock"]:
+        # Not of pi, which changes rotary positions and ALiBi too.
+        if isinstance(method, TableMethod) and not {"rope_parameters", GUARDED_FIELD} & saved["original"].keys():
+            return _longer_table(config, saved, served, to)
+        if isinstance(method, METHODS["alibi"]):
+            unsaid = {} if served is None else _changed(config, served)
+            own = OwnALiBi(model_type=config.model_type, target_length=saved["target_length"], unsaid=unsaid)
+            return runtime.export_own_alibi(own)
+    exported = runtime.export(replace(read_extended(config, served), guarded=guarded))
     obeyed = tuple(str(field) for field in foreign_fields(config) if to in field.programs)
-    missed = RUNTIMES[to].drafts_missed if exported.by_flag.keys() - {RUNTIMES[to].length_flag} else ""
-    drafts = about_drafts(config, missed or RUNTIMES[to].drafts)
+    missed = runtime.drafts_missed if exported.by_flag.keys() - {runtime.length_flag} else ""
+    drafts = about_drafts(config, missed or runtime.drafts)
     return replace(exported, exact=exported.exact and not obeyed, notes=(*exported.notes, *obeyed, *drafts))
 
 
@@ -212,17 +217,12 @@ def exports_of(
     return exports
 
 
-def _longer_table(config: Any, served: Any, to: str) -> Export | None:
-    """Export a longer table of positions, which lies in the weights; return None for any other extension.
+def _longer_table(config: Any, saved: JsonObject, served: Any, to: str) -> Export:
+    """Export a longer table of positions, which lies in the weights.
 
     Raises:
         IncompatibleError: for a checkpoint whose files hold the shorter table.
     """
-    saved = saved_extension(config, f"this {config.model_type}")
-    if saved is None or not isinstance(saved_method(saved), TableMethod) or not saved["stock"]:
-        return None
-    if {"rope_parameters", GUARDED_FIELD} & saved["original"].keys():  # pi, of rotary positions or of ALiBi
-        return None
     if served is not None:
         raise IncompatibleError(
             f"No flag makes {to} read a longer table of positions than the checkpoint holds. Write one first: "
@@ -234,15 +234,6 @@ def _longer_table(config: Any, served: Any, to: str) -> Export | None:
         f"else to be told. That {to} runs a {config.model_type} so was not tried here."
     )
     return Export(target=to, flags=() if flag is None else (flag, str(target)), notes=(note,), exact=False)
-
-
-def _own_alibi(config: Any, served: Any) -> OwnALiBi | None:
-    """Describe a model trained with ALiBi that keeps its slopes; return None for any other extension."""
-    saved = saved_extension(config, f"this {config.model_type}")
-    if saved is None or not isinstance(saved_method(saved), METHODS["alibi"]) or not saved["stock"]:
-        return None
-    unsaid = {} if served is None else _changed(config, served)
-    return OwnALiBi(model_type=config.model_type, target_length=saved["target_length"], unsaid=unsaid)
 
 
 def require_consistent(config: Any, trust_remote_code: bool = False) -> None:

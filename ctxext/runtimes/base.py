@@ -8,6 +8,7 @@ import json
 import math
 import shlex
 from abc import ABC, abstractmethod
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
@@ -17,6 +18,7 @@ import torch
 from ctxext.core.rotary import SCALING_KEYS
 from ctxext.core.subject import path_to, text_of
 from ctxext.errors import IncompatibleError
+from ctxext.files import JsonObject
 from ctxext.methods.formulas import NEVER, as_longrope
 from ctxext.methods.yarn import YaRN
 from ctxext.spec import Frequencies, RopeSpec
@@ -29,9 +31,9 @@ STOCK_TYPES = ("default", "linear", "dynamic", "yarn", "longrope", "llama3", "pr
 
 
 @functools.cache
-def read_table(path: Path) -> dict[str, Any]:
+def read_table(path: Path) -> JsonObject:
     """Read a runtime's table of measurements, one entry per model type, written by a script."""
-    table: dict[str, Any] = json.loads(path.read_text())
+    table: JsonObject = json.loads(path.read_text())
     return table
 
 
@@ -91,7 +93,7 @@ class OwnALiBi:
 
     model_type: str
     target_length: int
-    unsaid: dict[str, Any]
+    unsaid: JsonObject
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,7 +114,7 @@ class ExtensionInConfig:
     trained_length: int
     target_length: int
     scale: float
-    unsaid: dict[str, Any]
+    unsaid: JsonObject
     windows: tuple[int, ...] = ()
     left_over: frozenset[str] = frozenset()
     guarded: bool = False
@@ -124,7 +126,7 @@ class ExtensionInConfig:
         return text_of(self.config)
 
     @property
-    def rope(self) -> dict[str, Any]:
+    def rope(self) -> JsonObject:
         """Rope dict that was extended."""
         rope = dict(self._stored_rope)
         if "factor" in rope and rope["factor"] is None:  # transformers then takes the ratio of the lengths
@@ -132,8 +134,8 @@ class ExtensionInConfig:
         return rope
 
     @property
-    def _stored_rope(self) -> dict[str, Any]:
-        parameters: dict[str, Any] = self.text.rope_parameters
+    def _stored_rope(self) -> JsonObject:
+        parameters: JsonObject = self.text.rope_parameters
         return parameters if self.layer_type is None else dict(parameters[self.layer_type])
 
     @property
@@ -144,8 +146,7 @@ class ExtensionInConfig:
     @property
     def rope_type(self) -> str:
         """Name of the scaling in the config."""
-        name, _, _ = str(self.rope.get("rope_type", "default")).partition(":")  # ctxext's types end in a sentence
-        return name
+        return str(self.rope.get("rope_type", "default")).partition(":")[0]  # ctxext's types end in a sentence
 
     @property
     def stock(self) -> bool:
@@ -185,19 +186,19 @@ class Runtime(ABC):
 
     Attributes:
         name: name for ``ctxext.export``.
+        start: The command that serves a checkpoint, without its name and the flags of an export.
+        reads_gguf: True if that name is a GGUF file's.
         length_flag: the argument that sets the longest text; None if there is none.
         drafts: The program's use of draft heads, behind "MTP draft heads (1): ".
         drafts_missed: The loss where arguments extend the model and not its draft heads; empty if they reach both.
     """
 
     name: ClassVar[str]
+    start: ClassVar[tuple[str, ...]]
+    reads_gguf: ClassVar[bool] = False
     length_flag: ClassVar[str | None]
     drafts: ClassVar[str]
     drafts_missed: ClassVar[str] = ""
-
-    @abstractmethod
-    def start(self, checkpoint: str, gguf: str) -> tuple[str, ...]:
-        """Return the command that serves ``checkpoint``, or the file ``gguf``, without the flags of an export."""
 
     @abstractmethod
     def export(self, extended: ExtensionInConfig) -> Export:
@@ -207,10 +208,10 @@ class Runtime(ABC):
             IncompatibleError: if the runtime cannot run the extension, or would silently compute something else.
         """
 
-    def serving(self, target_length: int, *flags: str, **more: Any) -> Export:
+    def serving(self, extended: ExtensionInConfig | OwnALiBi, *flags: str, notes: Iterable[str], **more: Any) -> Export:
         """Return an export with these flags, and the one that sets the longest text; ``more`` are its other fields."""
-        length = () if self.length_flag is None else (self.length_flag, str(target_length))
-        return Export(target=self.name, flags=(*flags, *length), **more)
+        length = () if self.length_flag is None else (self.length_flag, str(extended.target_length))
+        return Export(target=self.name, flags=(*flags, *length), notes=tuple(notes), **more)
 
     def needs_copy(self, config: Any) -> bool:
         """Return whether only the files of a copy can tell the program of the extension in ``config``."""
@@ -269,7 +270,7 @@ def is_close(error: Any, matters: float) -> bool:
     return isinstance(error, float) and error <= CLOSE * matters
 
 
-def runs(line: dict[str, Any]) -> bool:
+def runs(line: JsonObject) -> bool:
     """Return whether a program computes a model type as transformers does in any form that its table has."""
     forms = [form for form in line["forms"].values() if isinstance(form.get("matters"), float)]
     return any(is_close(error, form["matters"]) for form in forms for error in (line.get("noise"), *form.values()))
@@ -290,12 +291,13 @@ def longrope_scale_of(length: int, original: int) -> float:
     return 1.0 if length <= original else math.sqrt(1 + math.log(length / original) / math.log(original))
 
 
-def whole(extended: ExtensionInConfig, rope: dict[str, Any]) -> dict[str, Any]:
+def whole(extended: ExtensionInConfig, rope: JsonObject) -> JsonObject:
     """Complete ``rope_parameters`` with the other layer types, since an override replaces the whole dictionary."""
     return rope if extended.layer_type is None else dict(extended.text.rope_parameters) | {extended.layer_type: rope}
 
 
-def nested(extended: ExtensionInConfig, overrides: dict[str, Any]) -> dict[str, Any]:
-    """Move overrides to the place of the decoder's config inside a composite config."""
+def overridden(extended: ExtensionInConfig, flag: str, overrides: JsonObject) -> tuple[str, ...]:
+    """Return a flag with overrides for the decoder's config inside a composite one; nothing where there are none."""
     path = path_to(extended.config, extended.text)
-    return functools.reduce(lambda inner, name: {name: inner}, reversed(path), overrides)
+    inside = functools.reduce(lambda inner, name: {name: inner}, reversed(path), overrides)
+    return (flag, json.dumps(inside)) if overrides else ()

@@ -25,9 +25,9 @@ from __future__ import annotations
 import dataclasses
 import math
 from pathlib import Path
-from typing import Any
 
 from ctxext.errors import IncompatibleError
+from ctxext.files import JsonObject
 from ctxext.models.windows import window_of
 from ctxext.runtimes.base import (
     Export,
@@ -57,11 +57,10 @@ class LlamaCpp(Runtime):
     """llama.cpp, as ``llama-server`` and ``llama-cli`` start it with a GGUF file."""
 
     name = "llama.cpp"
+    start = ("llama-server", "-m")
+    reads_gguf = True
     length_flag = "-c"
     drafts = "llama-server gives them the same flags and GGUF file (by its source)."
-
-    def start(self, checkpoint: str, gguf: str) -> tuple[str, ...]:
-        return "llama-server", "-m", gguf
 
     def export(self, extended: ExtensionInConfig) -> Export:
         """Return flags for ``llama-server`` and ``llama-cli``, with a GGUF converted by ``convert_hf_to_gguf.py``.
@@ -75,11 +74,15 @@ class LlamaCpp(Runtime):
         line = _line(extended)
         seen = [verdict(line, _form(extended), from_original=original)[0] for original in (False, True)]
         ways = [] if seen == [False, False] else [_by_flags(extended, line)]
-        if _why_no_divisors(extended) is None:
+        if holds_divisors(extended):
             made = in_file(extended)
             ways.append(dataclasses.replace(made, notes=(_COPY, *made.notes)))
         if not ways:
-            raise _other_positions(extended)
+            raise IncompatibleError(
+                f"llama.cpp would run this {extended.text.model_type} with other positions: its converter "
+                f"({line['converter']}) loses rope_type {extended.rope_type!r}, and no flag brings it back. "
+                f"{_OTHERWISE}"
+            )
         return next((way for way in ways if way.exact), ways[0])
 
     def export_own_alibi(self, extended: OwnALiBi) -> Export:
@@ -100,7 +103,7 @@ class LlamaCpp(Runtime):
             "The slopes are the checkpoint's own and distances are exact. With flash attention distances would be "
             "rounded to float16, so to even numbers from 2,048 tokens on."
         )
-        return self.serving(extended.target_length, *flags, notes=(note,))
+        return self.serving(extended, *flags, notes=[note])
 
 
 def in_file(extended: ExtensionInConfig) -> Export:
@@ -110,9 +113,8 @@ def in_file(extended: ExtensionInConfig) -> Export:
         IncompatibleError: if llama.cpp does not load such a file for this model, or was not seen to.
     """
     _refuse(extended)
-    problems = [] if holds_divisors(extended) else _why_no_keys(extended)
-    if problems:
-        why = f"As a tensor: {_why_no_divisors(extended)}. As keys: {problems[0].rstrip('.')}"
+    if not holds_divisors(extended) and (problem := _why_no_keys(extended)) is not None:
+        why = f"As a tensor: {_why_no_divisors(extended)}. As keys: {problem.rstrip('.')}"
         raise IncompatibleError(
             f"A GGUF file of this {extended.config.model_type} cannot hold the extension. {why}. Leave --gguf out to "
             f"get flags instead."
@@ -125,8 +127,7 @@ def in_file(extended: ExtensionInConfig) -> Export:
             "Leave llama-server's --context-shift off: it would multiply shifted keys by the attention factor once "
             "more (read in its src/llama-kv-cache.cpp, not run)."
         )
-    flags = ("-c", str(extended.target_length))
-    return Export(target="llama.cpp", flags=flags, notes=tuple(notes), exact=exact, in_file=True)
+    return LlamaCpp().serving(extended, notes=notes, exact=exact, in_file=True)
 
 
 def holds_divisors(extended: ExtensionInConfig) -> bool:
@@ -134,17 +135,17 @@ def holds_divisors(extended: ExtensionInConfig) -> bool:
     return _why_no_divisors(extended) is None
 
 
-def _why_no_keys(extended: ExtensionInConfig) -> list[str]:
-    """Return why keys of the file cannot express the extension; empty if they mean the same as proven flags."""
+def _why_no_keys(extended: ExtensionInConfig) -> str | None:
+    """Return why keys of the file cannot express the extension; None if they mean the same as proven flags."""
     rope, kind = extended.rope, extended.rope_type
     if extended.layer_type is not None:
-        return ["keys serve all layers, and only some are extended"]
+        return "keys serve all layers, and only some are extended"
     if kind not in ("default", "linear", "yarn") or rope.get("truncate") is False or extended.scales_scores:
-        return [f"GGUF keys cannot express this {kind} with these parameters"]
+        return f"GGUF keys cannot express this {kind} with these parameters"
     if kind == "yarn" and (rope.get("beta_fast") or 32, rope.get("beta_slow") or 1) != (32, 1):
-        return ["llama.cpp reads beta_fast and beta_slow from flags only"]
+        return "llama.cpp reads beta_fast and beta_slow from flags only"
     proven, why = verdict(_line(extended), _form(extended), from_original=True)
-    return [] if proven else [why]
+    return None if proven else why
 
 
 def _why_no_divisors(extended: ExtensionInConfig) -> str | None:
@@ -191,7 +192,7 @@ def is_scaling(key: str) -> bool:
     return key.partition(".")[2].startswith(("rope.scaling.", "rope.scale_linear")) and not key.endswith(".finetuned")
 
 
-def _by_flags(extended: ExtensionInConfig, line: dict[str, Any]) -> Export:
+def _by_flags(extended: ExtensionInConfig, line: JsonObject) -> Export:
     proven, why = verdict(line, _form(extended), from_original=bool(extended.unsaid))
     notes, exact = _losses(extended)
     if not proven:
@@ -208,23 +209,19 @@ def _by_flags(extended: ExtensionInConfig, line: dict[str, Any]) -> Export:
     else:
         notes.insert(0, "Convert this checkpoint and pass all flags: converters leave out a part of the scaling.")
     if _is_capped(extended):
-        notes.insert(1, _RAISED if line.get("architecture") else _raise_it(extended.target_length))
+        raise_it = (
+            f"llama-server caps its slots at the length in the GGUF. Raise it: --override-kv ARCH.context_length=int:"
+            f"{extended.target_length}, with the file's general.architecture for ARCH."
+        )
+        notes.insert(1, _RAISED if line.get("architecture") else raise_it)
     overrides = _overrides(extended, line)
     flags = (*flags_of(extended), *(("--override-kv", overrides) if overrides else ()))
-    flags = (*flags, "-c", str(extended.target_length))
-    return Export(target="llama.cpp", flags=flags, notes=tuple(notes), exact=exact and proven is True)
+    return LlamaCpp().serving(extended, *flags, notes=notes, exact=exact and proven is True)
 
 
 def _is_capped(extended: ExtensionInConfig) -> bool:
     """Return whether the GGUF names a shorter length, at which llama-server stops."""
     return bool(extended.unsaid) or extended.target_length > longest(extended)
-
-
-def _raise_it(length: int) -> str:
-    return (
-        f"llama-server caps its slots at the length in the GGUF. Raise it: --override-kv ARCH.context_length=int:"
-        f"{length}, with the file's general.architecture for ARCH."
-    )
 
 
 _RAISED = "--override-kv raises the length in the GGUF, at which llama-server caps its slots."
@@ -250,16 +247,16 @@ def _version() -> str:
     return str(read_table(TABLE)["versions"]["converter"])
 
 
-def _line(extended: ExtensionInConfig) -> dict[str, Any]:
+def _line(extended: ExtensionInConfig) -> JsonObject:
     """Return the table's entry for this model type; empty if there is none.
 
     The outer model type counts, not the text part's: Mistral3's text part is a mistral, but its GGUF is not.
     """
-    line: dict[str, Any] = read_table(TABLE)["types"].get(extended.config.model_type, {})
+    line: JsonObject = read_table(TABLE)["types"].get(extended.config.model_type, {})
     return line
 
 
-def verdict(line: dict[str, Any], form: str, *, from_original: bool) -> tuple[bool | None, str]:
+def verdict(line: JsonObject, form: str, *, from_original: bool) -> tuple[bool | None, str]:
     """Return whether a real llama.cpp with all flags computed the same as the patched model; None if not measured.
 
     Args:
@@ -331,14 +328,6 @@ def _refuse(extended: ExtensionInConfig) -> None:
         )
 
 
-def _other_positions(extended: ExtensionInConfig) -> IncompatibleError:
-    at = _line(extended)["converter"]
-    return IncompatibleError(
-        f"llama.cpp would run this {extended.text.model_type} with other positions: its converter ({at}) loses "
-        f"rope_type {extended.rope_type!r}, and no flag brings it back. {_OTHERWISE}"
-    )
-
-
 def flags_of(extended: ExtensionInConfig) -> tuple[str, ...]:
     """Return the whole scaling as flags, including values that a GGUF may hold already."""
     rope, kind = extended.rope, extended.rope_type
@@ -362,7 +351,7 @@ def _number(value: float | int) -> str:
     return f"{value:.9g}"  # llama.cpp reads a float32, which nine digits determine
 
 
-def _overrides(extended: ExtensionInConfig, line: dict[str, Any]) -> str:
+def _overrides(extended: ExtensionInConfig, line: JsonObject) -> str:
     """Return the value of --override-kv: keys of the GGUF that no other flag sets."""
     arch, keys = line.get("architecture"), []
     if arch and _is_capped(extended):

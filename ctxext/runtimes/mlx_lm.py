@@ -36,11 +36,9 @@ class MlxLm(Runtime):
     """mlx-lm, as ``mlx_lm.server`` starts it."""
 
     name = "mlx-lm"
+    start = ("mlx_lm.server", "--model")
     length_flag = None
     drafts = "mlx-lm does not load them."
-
-    def start(self, checkpoint: str, gguf: str) -> tuple[str, ...]:
-        return "mlx_lm.server", "--model", checkpoint
 
     def needs_copy(self, config: Any) -> bool:
         return True
@@ -65,7 +63,7 @@ class MlxLm(Runtime):
             f"on a config.json of save_pretrained alone, mlx-lm may stop. mlx-lm has no limit of its own."
         ]
         notes += [note for note in (why, extended.length_note) if note]
-        return self.serving(extended.target_length, notes=tuple(notes), exact=why is None)
+        return self.serving(extended, notes=notes, exact=why is None)
 
 
 def _version() -> str:

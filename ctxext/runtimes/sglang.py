@@ -12,12 +12,11 @@ Source: sglang 0.5.23 (srt/layers/rotary_embedding/factory.py:125-443, yarn.py:9
 
 from __future__ import annotations
 
-import json
 import math
-from typing import Any
 
 from ctxext.core.subject import path_to
 from ctxext.errors import IncompatibleError
+from ctxext.files import JsonObject
 from ctxext.models.windows import window_of
 from ctxext.runtimes.base import (
     USUAL_YARN,
@@ -26,7 +25,7 @@ from ctxext.runtimes.base import (
     Runtime,
     longest,
     longrope_scale,
-    nested,
+    overridden,
     require_known_type,
     whole,
     with_whole_table,
@@ -43,11 +42,9 @@ class SGLang(Runtime):
     """SGLang, as ``python -m sglang.launch_server`` starts it."""
 
     name = "sglang"
+    start = ("python", "-m", "sglang.launch_server", "--model-path")
     length_flag = "--context-length"
     drafts = "SGLang gives them the same config.json and arguments (by its source)."
-
-    def start(self, checkpoint: str, gguf: str) -> tuple[str, ...]:
-        return "python", "-m", "sglang.launch_server", "--model-path", checkpoint
 
     def export(self, extended: ExtensionInConfig) -> Export:
         """Return the arguments for ``python -m sglang.launch_server``.
@@ -98,8 +95,8 @@ class SGLang(Runtime):
         elif window and window < extended.target_length:
             notes.append(f"SGLang {VERSION} has no sliding window here: it attends beyond the {window} tokens.")
             exact = False
-        flags = ("--json-model-override-args", json.dumps(nested(extended, overrides))) if overrides else ()
-        return self.serving(extended.target_length, *flags, notes=tuple(notes), exact=exact)
+        flags = overridden(extended, "--json-model-override-args", overrides)
+        return self.serving(extended, *flags, notes=notes, exact=exact)
 
 
 def _refuse(extended: ExtensionInConfig) -> None:
@@ -131,14 +128,14 @@ def _promised(extended: ExtensionInConfig) -> int:
     return int(longest(extended) * (rope.get("factor", 1.0) if scales else 1.0))
 
 
-def _neutral(extended: ExtensionInConfig) -> dict[str, Any]:
+def _neutral(extended: ExtensionInConfig) -> JsonObject:
     """Return values that neutralise keys of the files which a merged override would keep."""
     values = {"attn_factor": 1.0, "extrapolation_factor": 1.0}
     values |= dict.fromkeys(("short_mscale", "long_mscale"), extended.scale)
     return {name: value for name, value in values.items() if name in extended.left_over}
 
 
-def _scale(extended: ExtensionInConfig) -> dict[str, Any]:
+def _scale(extended: ExtensionInConfig) -> JsonObject:
     """Return the keys that give SGLang the scale of cos and sin, if its default would differ."""
     rope = extended.rope
     if extended.rope_type == "longrope" and abs(longrope_scale(extended) - extended.scale) > 1e-6:

