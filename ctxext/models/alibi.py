@@ -14,7 +14,7 @@ from ctxext.attention.alibi import AlibiAttend, bias_fingerprint
 from ctxext.attention.attend import Backends, LayerCall
 from ctxext.caches.call import PositionedForward
 from ctxext.caches.layout_mask import LayoutMask, layout_of
-from ctxext.caches.records import ATTENTION
+from ctxext.caches.records import ATTENTION, cache_in
 from ctxext.core.architecture import Architecture, refuse_choices, required_length
 from ctxext.core.edits import Edits
 from ctxext.core.saved import GUARDED_FIELD
@@ -38,16 +38,19 @@ class AlibiForward(ABC):
         """Compute the layer like the class's own forward, ``[batch, seq, hidden]`` to the same, without weights."""
 
     def attended(
-        self, q: Tensor, k: Tensor, v: Tensor, attention_mask: Any, cache: Any, *, scale: float, dropout: float | int
+        self, q: Tensor, k: Tensor, v: Tensor, attention_mask: Any, given: Any, *, scale: float, dropout: float | int
     ) -> Tensor:
-        """Attend to cached and new tokens, ``[batch, heads, seq, head_dim]`` to ``[batch, seq, hidden]``."""
+        """Attend to cached and new tokens, ``[batch, heads, seq, head_dim]`` to ``[batch, seq, hidden]``.
+
+        The cache is among the arguments that the layer was ``given``.
+        """
         mask = layout_of(attention_mask)
         if mask.layout.sees != "past":
             raise IncompatibleError(
                 "Its attention is not causal here (is_causal=False), but its weights were trained with earlier keys "
                 "only. Unpatch the model for such inputs."
             )
-        if cache is not None:
+        if (cache := cache_in(given)) is not None:
             k, v = cache.update(k, v, self.attention.layer_idx)
         out = self.attention_of(q, k, v, mask, scale, float(dropout) if self.attention.training else 0.0)
         return out.transpose(1, 2).flatten(2)

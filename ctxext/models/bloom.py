@@ -12,7 +12,6 @@ from transformers.models.bloom.modeling_bloom import BloomAttention, BloomModel,
 
 from ctxext.attention.alibi import AlibiAttend
 from ctxext.caches.layout_mask import LayoutMask
-from ctxext.caches.records import cache_in
 from ctxext.core.subject import Subject
 from ctxext.errors import IncompatibleError, InvalidParameterError
 from ctxext.methods import BiasMethod, Method
@@ -45,7 +44,7 @@ class BloomForward(AlibiForward):
         module = self.attention
         q, k, v = module._reshape(module.query_key_value(hidden_states))
         how = {"scale": module.inv_norm_factor, "dropout": module.attention_dropout.p}
-        merged = module.dense(self.attended(q, k, v, attention_mask, cache_in(kwargs), **how))
+        merged = module.dense(self.attended(q, k, v, attention_mask, kwargs, **how))
         return F.dropout(merged, module.hidden_dropout, module.training) + residual, None
 
     def attention_of(self, q: Tensor, k: Tensor, v: Tensor, mask: LayoutMask, scale: float, dropout: float) -> Tensor:

@@ -18,7 +18,7 @@ from ctxext.core.rebuild import Rebuild
 from ctxext.core.scaling import REFUSALS
 from ctxext.core.subject import Subject
 from ctxext.errors import IncompatibleError, VerificationError
-from ctxext.files import digest
+from ctxext.files import JsonObject, digest
 from ctxext.methods import BucketMethod, Method
 from ctxext.models.table_rows import follow_fields, weight_of
 from ctxext.spec import BucketSpec, Extension, ExtensionArguments
@@ -122,7 +122,7 @@ class Buckets(Architecture):
             original=original,
         )
 
-    def revert(self, subject: Subject, original: dict[str, Any], edits: Edits) -> None:
+    def revert(self, subject: Subject, original: JsonObject, edits: Edits) -> None:
         if (reason := self.why_final(subject)) is not None:
             raise IncompatibleError(reason)
         rebuild = Rebuild(subject, original)
@@ -138,7 +138,7 @@ class Buckets(Architecture):
             f"rounded, so the original ones cannot be recovered. Load the original checkpoint."
         )
 
-    def replaces_weights(self, subject: Subject, saved: dict[str, Any] | None = None) -> bool:
+    def replaces_weights(self, subject: Subject, saved: JsonObject | None = None) -> bool:
         return _temperature_in(saved) != 1
 
     def replaced_weights(self, subject: Subject) -> dict[str, nn.Parameter]:
@@ -273,7 +273,7 @@ def _divided(subject: Subject, temperature: float) -> dict[str, Tensor]:
     return quotients
 
 
-def _temperature_in(saved: dict[str, Any] | None) -> float:
+def _temperature_in(saved: JsonObject | None) -> float:
     """Return the temperature that a saved extension has put into the weights; 1 for none."""
     return float((saved or {}).get("method", {}).get("temperature", 1.0))
 

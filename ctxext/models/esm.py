@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from torch import nn
 from transformers.models.esm.modeling_esm import EsmModel
 
@@ -13,6 +11,7 @@ from ctxext.core.override import PinnedApply
 from ctxext.core.rebuild import Rebuild
 from ctxext.core.subject import Subject
 from ctxext.errors import IncompatibleError
+from ctxext.files import JsonObject
 from ctxext.methods import Method, RopeMethod
 from ctxext.methods.formulas import plain_inv_freq
 from ctxext.models.refusals import LENGTH
@@ -56,11 +55,11 @@ class Esm(Architecture):
             original=original,
         )
 
-    def revert(self, subject: Subject, original: dict[str, Any], edits: Edits) -> None:
+    def revert(self, subject: Subject, original: JsonObject, edits: Edits) -> None:
         raise IncompatibleError(self.why_final(subject))
 
     def why_final(self, subject: Subject) -> str:
         return "The frequencies among its weights were rounded after they changed. Load the original checkpoint."
 
-    def replaces_weights(self, subject: Subject, saved: dict[str, Any] | None = None) -> bool:
+    def replaces_weights(self, subject: Subject, saved: JsonObject | None = None) -> bool:
         return True

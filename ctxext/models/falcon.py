@@ -8,7 +8,6 @@ from typing import Any
 from torch import Tensor, nn
 from transformers.models.falcon.modeling_falcon import FalconAttention, FalconModel, build_alibi_tensor
 
-from ctxext.caches.records import cache_in
 from ctxext.core.subject import Subject
 from ctxext.methods.formulas import alibi_slopes
 from ctxext.models.alibi import AlibiArchitecture, AlibiForward, slopes_in
@@ -26,7 +25,7 @@ class FalconForward(AlibiForward):
         parts = module._split_heads(module.query_key_value(hidden_states))
         q, k, v = (part.transpose(1, 2) for part in parts)
         how = {"scale": module.inv_norm_factor, "dropout": module.attention_dropout.p}
-        return module.dense(self.attended(q, k, v, attention_mask, cache_in(kwargs), **how)), None
+        return module.dense(self.attended(q, k, v, attention_mask, kwargs, **how)), None
 
 
 class Falcon(AlibiArchitecture):

@@ -69,8 +69,9 @@ def _score_factor(built: Rebuild, sites: Sequence[RotarySite]) -> float:
         rope = site.rescaled(rope, {"rope_type": "default", "rope_theta": site.rope_dict(text)["rope_theta"]})
     plain = Rebuild(built.subject, {"rope_parameters": rope})
     rotary_paths = {path for path, _ in built.subject.rotaries}
-    factors = set()
-    for path, _, old, new in built.changes(plain):
-        if path not in rotary_paths and isinstance(new, float) and isinstance(old, float) and old > 0 and new > 0:
-            factors.add(round(math.sqrt(new / old), 9))
+    factors = {
+        round(math.sqrt(new / old), 9)
+        for path, _, old, new in built.changes(plain)
+        if path not in rotary_paths and isinstance(new, float) and isinstance(old, float) and old > 0 and new > 0
+    }
     return factors.pop() if len(factors) == 1 else 1.0

@@ -7,7 +7,6 @@ from typing import Any
 from torch import Tensor
 from transformers.models.mpt.modeling_mpt import MptAttention, MptModel, build_mpt_alibi_tensor
 
-from ctxext.caches.records import cache_in
 from ctxext.core.subject import Subject
 from ctxext.models.alibi import AlibiArchitecture, AlibiForward
 
@@ -29,7 +28,7 @@ class MptForward(AlibiForward):
             mixed = mixed.clamp(min=-module.clip_qkv, max=module.clip_qkv)
         q, k, v = (part.unflatten(-1, (module.n_heads, -1)).transpose(1, 2) for part in mixed.chunk(3, dim=-1))
         how = {"scale": module.softmax_scale, "dropout": module.attn_dropout_p}
-        return module.out_proj(self.attended(q, k, v, attention_mask, cache_in(kwargs), **how)), None
+        return module.out_proj(self.attended(q, k, v, attention_mask, kwargs, **how)), None
 
 
 class Mpt(AlibiArchitecture):

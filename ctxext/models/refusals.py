@@ -36,6 +36,7 @@ from ctxext.core.scaling import (
 )
 from ctxext.core.subject import Subject, text_of
 from ctxext.errors import CheckpointError, CtxextError, IncompatibleError, VerificationError, shown
+from ctxext.files import JsonObject
 from ctxext.methods.parameters import is_number
 from ctxext.rope_types import GUARD
 
@@ -146,7 +147,7 @@ def check_config(config: Any, place: str) -> None:
     for text in extended_texts(config):
         for dtype in (config.dtype, getattr(text, "dtype", None)):
             require(isinstance(dtype, torch.dtype), "dtype", dtype, "one of torch's, by its name")
-        length = getattr(text, "max_position_embeddings", None)
+        length: Any = getattr(text, "max_position_embeddings", None)
         is_count = is_number(length) and length >= 1
         require(is_count, "max_position_embeddings", length, "a number of tokens")
         chunked = getattr(text, CHUNKED, None) or {}
@@ -169,7 +170,7 @@ def check_config(config: Any, place: str) -> None:
                     require(fits(value), name, value, wanted, " in rope_parameters")
 
 
-def _refuse_unread(text: Any, parameters: dict[str, Any]) -> None:
+def _refuse_unread(text: Any, parameters: JsonObject) -> None:
     """Raise where a class has no field for a rope dict that lacks its base: a base would not help."""
     kind = type(text)
     declared = _declared(text) if kind.__module__.startswith("transformers.") else ()
@@ -191,7 +192,7 @@ def _refuse_type(kind: Any, place: str) -> None:
         )
 
 
-def refuse_two_stories(config: Any, raw: dict[str, Any], place: str) -> None:
+def refuse_two_stories(config: Any, raw: JsonObject, place: str) -> None:
     """Refuse an extended config whose old form says something else than its new one: transformers believes the old.
 
     Raises:
@@ -209,7 +210,7 @@ def refuse_two_stories(config: Any, raw: dict[str, Any], place: str) -> None:
             )
 
 
-def _without_old_scaling(raw: dict[str, Any]) -> dict[str, Any]:
+def _without_old_scaling(raw: JsonObject) -> JsonObject:
     """Copy a config as its file holds it, without a ``rope_scaling`` next to ``rope_parameters`` in any part."""
     parts = {
         name: _without_old_scaling(part) if isinstance(part, dict) and name != "ctxext" else part
@@ -266,7 +267,7 @@ def _short(value: Any) -> str:
     return f"<{len(value)} values>" if isinstance(value, list) else repr(value)
 
 
-def lost_fields(published: dict[str, Any], config: Any) -> list[Lost]:
+def lost_fields(published: JsonObject, config: Any) -> list[Lost]:
     """Return the values of a published config.json about rotation of text that the built config lacks."""
     text = text_of(config)
     ropes = [rope for _, rope in rope_dicts(text)]
@@ -282,7 +283,7 @@ def lost_fields(published: dict[str, Any], config: Any) -> list[Lost]:
     return list({str(lost): lost for lost in losses}.values())
 
 
-def _lost_lengths(published: dict[str, Any], part: dict[str, Any], config: Any, text: Any) -> Iterator[Lost]:
+def _lost_lengths(published: JsonObject, part: JsonObject, config: Any, text: Any) -> Iterator[Lost]:
     """Yield lengths in places, or under names, that the class does not read, so that it uses its default."""
     built = getattr(text, LENGTH, None)
     read = {LENGTH, text.attribute_map.get(LENGTH)} | (_declared(text) & set(LENGTHS))
@@ -309,7 +310,7 @@ def _declared(config: Any) -> set[str]:
     return {field.name for field in dataclasses.fields(config)} if dataclasses.is_dataclass(config) else set()
 
 
-def _lost_numbers(part: dict[str, Any], ropes: list[dict[str, Any]], declared: set[str]) -> Iterator[Lost]:
+def _lost_numbers(part: JsonObject, ropes: list[JsonObject], declared: set[str]) -> Iterator[Lost]:
     """Yield bases and rotated parts of heads that no built rope dict has, except fields that the class reads."""
     for where in _blocks(part):
         for name, value in where.items():
@@ -323,7 +324,7 @@ def _lost_numbers(part: dict[str, Any], ropes: list[dict[str, Any]], declared: s
                 yield Lost(name, value, built[0])
 
 
-def _blocks(part: dict[str, Any]) -> list[dict[str, Any]]:
+def _blocks(part: JsonObject) -> list[JsonObject]:
     """Return the fields of a config and of its blocks about attention and positions, except for windowed layers."""
     nested = [value for name, value in part.items() if isinstance(value, dict) and NESTED.search(str(name))]
     deeper = [
@@ -335,7 +336,7 @@ def _blocks(part: dict[str, Any]) -> list[dict[str, Any]]:
     return [part, *nested, *deeper]
 
 
-def _lost_dimensions(part: dict[str, Any], ropes: list[dict[str, Any]], text: Any) -> Iterator[Lost]:
+def _lost_dimensions(part: JsonObject, ropes: list[JsonObject], text: Any) -> Iterator[Lost]:
     """Yield stated numbers of rotated dimensions if the built model rotates another number."""
     stated = {name: part[name] for name in part.keys() - _declared(text) if DIMENSIONS.match(str(name))}
     for name, value in stated.items():
@@ -345,7 +346,7 @@ def _lost_dimensions(part: dict[str, Any], ropes: list[dict[str, Any]], text: An
             yield Lost(name, value, built[0])
 
 
-def _lost_scaling(part: dict[str, Any], ropes: list[dict[str, Any]]) -> Iterator[Lost]:
+def _lost_scaling(part: JsonObject, ropes: list[JsonObject]) -> Iterator[Lost]:
     """Yield values of the scaling blocks that no built rope dict has."""
     blocks = [part[name] for name in BLOCKS if isinstance(part.get(name), dict)]
     stated = [rope for block in blocks for _, rope in rope_dicts(block)]
@@ -363,7 +364,7 @@ def _lost_scaling(part: dict[str, Any], ropes: list[dict[str, Any]]) -> Iterator
         yield Lost(ORIGINAL, original, built_originals[0])
 
 
-def unstated_base(published: dict[str, Any], config: Any) -> tuple[str, Any] | None:
+def unstated_base(published: JsonObject, config: Any) -> tuple[str, Any] | None:
     """Return the block of a published config that rotates by no stated base, and the base that its class takes."""
     text, part = text_of(config), published_text(config, published)
     defaults = getattr(text, "default_theta", None)
@@ -376,7 +377,7 @@ def unstated_base(published: dict[str, Any], config: Any) -> tuple[str, Any] | N
     return next(((block, base) for base in taken if base in defaults), None)
 
 
-def refuse_lost_fields(config: Any, place: str, published: dict[str, Any], *, live: bool = False) -> None:
+def refuse_lost_fields(config: Any, place: str, published: JsonObject, *, live: bool = False) -> None:
     """Raise if transformers builds other positions from a config.json than the file states, or ignores a factor.
 
     The ``config`` of a ``live`` model is its current one: a change of it in memory is not an error of the file.
@@ -544,7 +545,7 @@ def refuse_other_positions(subject: Subject, kind: str) -> None:
             )
 
 
-def _asking(block: dict[str, Any], kind: str) -> Iterator[str]:
+def _asking(block: JsonObject, kind: str) -> Iterator[str]:
     """Yield the names of fields that ask for positions of another kind than ``kind``."""
     switches = [
         (each, value)

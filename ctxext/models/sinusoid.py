@@ -16,7 +16,7 @@ from ctxext.core.edits import Edits
 from ctxext.core.saved import GUARDED, guarded_field
 from ctxext.core.subject import Subject, field_of
 from ctxext.errors import IncompatibleError, VerificationError
-from ctxext.files import digest
+from ctxext.files import JsonObject, digest
 from ctxext.methods import METHODS, Method, RopeMethod
 from ctxext.methods.formulas import plain_inv_freq
 from ctxext.methods.remap import RemapMethod
@@ -134,9 +134,10 @@ class Growing:
 
 @dataclass(frozen=True)
 class Site(LongerTable):
-    """One table of sinusoids to extend, with the formula of its rows."""
+    """One table of sinusoids to extend, with the formula of its rows, and the new growth of each angle in radians."""
 
     formula: Sinusoid
+    inv_freq: Tensor
 
 
 class Sinusoids(TableArchitecture):
@@ -166,19 +167,15 @@ class Sinusoids(TableArchitecture):
         rotation, twins = _checked(subject, method, request), twins_of(subject.model)
         longer = self.longer(subject, method, request)
         tables = [each.table for each in longer]
-        sites = [Site(each.table, each.trained, each.target, _formula(subject, each.table)) for each in longer]
-        inv_freq = {site.table.name: _frequencies(subject, rotation, site) for site in sites}
-        fields: dict[str, int] = {}
-        for site in sites:  # a table with enough rows keeps its field
-            more = max(0, site.target - self.counted(subject, site.table))
-            fields[site.table.field] = getattr(*field_of(subject.config, site.table.field)) + more
-        original: dict[str, Any] = {name: getattr(*field_of(subject.config, name)) for name in fields}
+        sites = [_site(subject, rotation, each) for each in longer]
+        original: JsonObject = {each.field: getattr(*field_of(subject.config, each.field)) for each in tables}
+        fields = {  # a table with enough rows keeps its field
+            site.table.field: original[site.table.field] + max(0, site.target - self.counted(subject, site.table))
+            for site in sites
+        }
         has_reserved = any(table.first for table in tables)
         after = _as_built(subject, tables, fields) if has_reserved else twin_of(subject.model, fields)
-        new = {
-            name: _recomputed(site, table_of(after, name).detach(), table_of(subject.model, name), inv_freq[name])
-            for name, site in ((site.table.name, site) for site in sites)
-        }
+        new = {site.table.name: _recomputed(site, after, subject.model) for site in sites}
         stored = all(is_stored(subject, table.name) for table in tables)
         guarded = None if stored else guarded_field(subject, "would compute its sinusoids without the extension")
         replace_tables(twins, new, fields, edits, after=after)
@@ -186,8 +183,8 @@ class Sinusoids(TableArchitecture):
         for site in sites:
             module, leaf = field_of(subject.model, site.table.name)
             if (remaker := remaker_of(module)) is not None:  # its table goes on with the extension for longer texts
-                edits.set(module, remaker, Growing(module, leaf, site.formula, inv_freq[site.table.name]))
-            _prove(subject, site, inv_freq[site.table.name])
+                edits.set(module, remaker, Growing(module, leaf, site.formula, site.inv_freq))
+            _prove(subject, site)
         if guarded is not None:
             original[guarded] = getattr(subject.config, guarded)
             edits.set_unchecked(subject.config, guarded, GUARD)
@@ -197,11 +194,11 @@ class Sinusoids(TableArchitecture):
             original=original,
             stored_as="another table of weights" if stored else "config.ctxext; stock code refuses the checkpoint",
             stock=stored,
-            fingerprint=_fingerprint(sites, inv_freq),
+            fingerprint=_fingerprint(sites),
             notes=_notes(subject, sites, stored),
         )
 
-    def revert(self, subject: Subject, original: dict[str, Any], edits: Edits) -> None:
+    def revert(self, subject: Subject, original: JsonObject, edits: Edits) -> None:
         tables, twins = self.tables(subject), twins_of(subject.model)
         fields = {name: original[name] for name in {table.field for table in tables}}
         before = _as_built(subject, tables, fields)
@@ -221,16 +218,16 @@ class Sinusoids(TableArchitecture):
         table = max(self.tables(subject), key=lambda each: self.counted(subject, each))
         return _formula(subject, table).spec(self.counted(subject, table))
 
-    def replaces_weights(self, subject: Subject, saved: dict[str, Any] | None = None) -> bool:
+    def replaces_weights(self, subject: Subject, saved: JsonObject | None = None) -> bool:
         return any(is_stored(subject, name) for growth in twins_of(subject.model).growths for name in growth.tables)
 
 
 def usable_methods() -> list[str]:
     """Return the names of methods whose defaults give one set of frequencies and nothing else."""
-    examples = [(name, cls.example(EXAMPLE)) for name, cls in METHODS.items() if issubclass(cls, RopeMethod)]
-    fitting = [(name, method) for name, method in examples if _why_not(method) is None]
-    given = [(name, method.frequencies(EXAMPLE, EXAMPLE.trained_length)) for name, method in fitting]
-    return [name for name, each in given if each.attention_scale == 1 and each.inv_freq.any()]
+    examples = [cls.example(EXAMPLE) for cls in METHODS.values() if issubclass(cls, RopeMethod)]
+    fitting = [method for method in examples if _why_not(method) is None]
+    given = {method.name: method.frequencies(EXAMPLE, EXAMPLE.trained_length) for method in fitting}
+    return [name for name, each in given.items() if each.attention_scale == 1 and each.inv_freq.any()]
 
 
 def _why_not(method: Method) -> str | None:
@@ -280,14 +277,14 @@ def _formula(subject: Subject, table: PositionTable) -> Sinusoid:
     )
 
 
-def _frequencies(subject: Subject, method: RopeMethod, site: Site) -> Tensor:
-    """Return the new growth of each angle from token to token, in radians.
+def _site(subject: Subject, method: RopeMethod, longer: LongerTable) -> Site:
+    """Find the formula of a table, and the frequencies that a method gives it.
 
     Raises:
-        IncompatibleError: if the method also has a temperature, or stops all rotation.
+        IncompatibleError: if the method also has a temperature, or stops all rotation; or if the formula is unknown.
     """
-    spec, kind = site.formula.spec(site.trained), subject.kind
-    frequencies = method.frequencies(spec, method.target_length(site.trained))
+    formula, kind = _formula(subject, longer.table), subject.kind
+    frequencies = method.frequencies(formula.spec(longer.trained), method.target_length(longer.trained))
     if frequencies.attention_scale != 1:
         raise IncompatibleError(
             f"Method {method.name!r} also multiplies cos and sin by {frequencies.attention_scale:.4g}, to sharpen the "
@@ -300,7 +297,7 @@ def _frequencies(subject: Subject, method: RopeMethod, site: Site) -> Tensor:
             f"This {kind} adds sinusoids to its input, and method {method.name!r} would add the same vector to every "
             f"token. Methods for it: {', '.join(usable_methods())}."
         )
-    return frequencies.inv_freq
+    return Site(longer.table, longer.trained, longer.target, formula, frequencies.inv_freq)
 
 
 def _as_built(subject: Subject, tables: list[PositionTable], fields: dict[str, int]) -> PreTrainedModel:
@@ -310,30 +307,34 @@ def _as_built(subject: Subject, tables: list[PositionTable], fields: dict[str, i
     return twin_of(subject.model, fields, real=shapes)
 
 
-def _recomputed(site: Site, built: Tensor, old: Tensor, inv_freq: Tensor) -> Tensor:
-    """Return a table at other frequencies, rounded once; rows before the first token's come from ``built``."""
-    first = site.table.first
-    rows = site.formula.rows(first, len(built), inv_freq)
+def _recomputed(site: Site, twin: PreTrainedModel, live: PreTrainedModel) -> Tensor:
+    """Return a table at other frequencies, rounded once; rows before the first token's come from the ``twin``."""
+    first, old = site.table.first, table_of(live, site.table.name)
+    built = table_of(twin, site.table.name).detach()
+    rows = site.formula.rows(first, len(built), site.inv_freq)
     if first:
         rows = torch.cat([built[:first].to(rows), rows])
     return rows.to(old.dtype).to(old.device)
 
 
-def _prove(subject: Subject, site: Site, inv_freq: Tensor) -> None:
+def _prove(subject: Subject, site: Site) -> None:
     """Compare the live table with the method's mathematics, at every position."""
     live, first = table_of(subject.model, site.table.name), site.table.first
     if live.is_meta:
         return
-    exact = site.formula.rows(first, len(live), inv_freq)
+    exact = site.formula.rows(first, len(live), site.inv_freq)
     error = (live.detach()[first:].to(exact) - exact).abs().max()
     if not error <= torch.finfo(live.dtype).eps:
         raise VerificationError(f"The patched {site.table.name} differs by {float(error):.2g} from the method's rows.")
 
 
-def _fingerprint(sites: list[Site], inv_freq: dict[str, Tensor]) -> str:
+def _fingerprint(sites: list[Site]) -> str:
     """Return 12 hexadecimal digits of a hash of the tables and their new frequencies."""
-    each = [(site.table.name, site.formula) for site in sites]
-    return digest(b"".join(repr(one).encode() + inv_freq[one[0]].float().numpy().tobytes() for one in each))
+    return digest(
+        b"".join(
+            repr((site.table.name, site.formula)).encode() + site.inv_freq.float().numpy().tobytes() for site in sites
+        )
+    )
 
 
 def _notes(subject: Subject, sites: list[Site], stored: bool) -> list[str]:

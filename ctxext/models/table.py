@@ -5,7 +5,6 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from jaxtyping import Bool
@@ -16,7 +15,7 @@ from ctxext.core.edits import Edits
 from ctxext.core.saved import saved_method
 from ctxext.core.subject import Subject, field_of
 from ctxext.errors import IncompatibleError, InvalidParameterError
-from ctxext.files import digest
+from ctxext.files import JsonObject, digest
 from ctxext.methods import METHODS, Method, TableMethod
 from ctxext.methods.base import Rows
 from ctxext.methods.parameters import checked_rows
@@ -86,15 +85,17 @@ class TableArchitecture(Architecture):
             )
         if given is not None and is_one:
             known = dict.fromkeys(known, given)
-        lengths = {table: (length, method.target_length(length)) for table, length in known.items()}
-        return [LongerTable(table, old, checked_rows(method.name, new)) for table, (old, new) in lengths.items()]
+        return [
+            LongerTable(table, length, checked_rows(method.name, method.target_length(length)))
+            for table, length in known.items()
+        ]
 
 
 def extension_of(
     longer: list[LongerTable],
     fields: dict[str, int],
     *,
-    original: dict[str, Any],
+    original: JsonObject,
     stored_as: str,
     stock: bool,
     fingerprint: str,
@@ -144,8 +145,8 @@ class LearnedTable(TableArchitecture):
         rows = {each.table.name: method.rows(each.trained, each.target) for each in longer}
         fields = _fields(subject, longer)
         original = {name: getattr(*field_of(subject.config, name)) for name in fields}
-        tables = {each.table: weight_of(subject.model, each.table.name) for each in longer}
-        new = {table.name: mixed(weight, table.first, rows[table.name]) for table, weight in tables.items()}
+        tables = [each.table for each in longer]
+        new = {each.name: mixed(weight_of(subject.model, each.name), each.first, rows[each.name]) for each in tables}
         after, others = replace_tables(twins_of(subject.model), new, fields, edits)
         prove(after, tables, new)
         longest = max(longer, key=lambda each: each.trained)
@@ -155,11 +156,11 @@ class LearnedTable(TableArchitecture):
             original=original,
             stored_as="a longer table of weights",
             stock=True,
-            fingerprint=fingerprint(list(tables), rows),
+            fingerprint=fingerprint(tables, rows),
             notes=_notes(longest.trained, rows[longest.table.name], others),
         )
 
-    def revert(self, subject: Subject, original: dict[str, Any], edits: Edits) -> None:
+    def revert(self, subject: Subject, original: JsonObject, edits: Edits) -> None:
         old, reason = _old_tables(subject, self.tables(subject))
         if reason is not None:
             raise IncompatibleError(reason)
@@ -169,7 +170,7 @@ class LearnedTable(TableArchitecture):
     def why_final(self, subject: Subject) -> str | None:
         return _old_tables(subject, self.tables(subject))[1]
 
-    def replaces_weights(self, subject: Subject, saved: dict[str, Any] | None = None) -> bool:
+    def replaces_weights(self, subject: Subject, saved: JsonObject | None = None) -> bool:
         return True
 
     def kept_rows(self, subject: Subject) -> dict[str, Bool[Tensor, " rows"]]:
@@ -223,10 +224,11 @@ def _fields(subject: Subject, longer: list[LongerTable]) -> dict[str, int]:
 
 def fingerprint(tables: list[PositionTable], rows: dict[str, Rows]) -> str:
     """Return 12 hexadecimal digits of a hash of the tables and the mixtures of their rows."""
-    each = [(f"{table.name} {table.first}".encode(), *rows[table.name]) for table in tables]
-    return digest(
-        b"".join(name + indices.numpy().tobytes() + weights.numpy().tobytes() for name, indices, weights in each)
-    )
+    parts = b""
+    for table in tables:
+        parts += f"{table.name} {table.first}".encode()
+        parts += b"".join(part.numpy().tobytes() for part in rows[table.name])
+    return digest(parts)
 
 
 def _notes(trained: int, rows: Rows, others: tuple[str, ...]) -> list[str]:

@@ -40,6 +40,10 @@ LONGEST = 2**14  # longest text that a twin reads, since its masks grow with the
 SINUSOIDAL = 1e-3  # spread along diagonals of a Gram matrix: below 3e-6 for sinusoids, above 0.028 for other tables
 
 
+Shapes = dict[str, tuple[int, ...]]
+"""Shapes of tensors by name."""
+
+
 @dataclass(frozen=True)
 class PositionTable:
     """A weight, or a buffer, with a row for each position.
@@ -198,11 +202,10 @@ class Twins:
         extending = METHODS.get(saved.get("method", {}).get("method"))
         if names and extending is not None and issubclass(extending, RopeMethod):
             # Look at the table before the extension: it may have been trained since, or mix two sets of frequencies.
-            twin = self.filled(names)
-            values = {name: table_of(twin, name).detach() for name in names}
+            values = functools.partial(table_of, self.filled(names))
         else:
-            values = {name: values_of(self, name) for name in names}
-        return frozenset(name for name in names if is_sinusoidal(values[name]))
+            values = functools.partial(values_of, self)
+        return frozenset(name for name in names if is_sinusoidal(values(name)))
 
     def _read_in_order(self, names: Callable[[Growth], list[str]]) -> list[PositionTable]:
         accepted: list[PositionTable] = []
@@ -256,22 +259,20 @@ def twins_of(model: PreTrainedModel) -> Twins:
     return twins
 
 
-def _computed(model: nn.Module) -> dict[str, tuple[int, ...]]:
+def _computed(model: nn.Module) -> Shapes:
     """Return the shapes of the buffers that may be tables, by name."""
     named = model.named_buffers()
     return {name: tuple(buffer.shape) for name, buffer in named if buffer.dim() == 2 and buffer.is_floating_point()}
 
 
-def _grown(
-    before: dict[str, tuple[int, ...]], after: dict[str, tuple[int, ...]]
-) -> tuple[dict[str, int], tuple[str, ...]]:
+def _grown(before: Shapes, after: Shapes) -> tuple[dict[str, int], tuple[str, ...]]:
     """Return the present rows of tensors that gain rows, by name, and the names of tensors that change otherwise."""
     changed = {name: shape for name, shape in before.items() if after.get(name) != shape}
     grown = {name: shape[0] for name, shape in changed.items() if after.get(name) == (shape[0] + STEP, *shape[1:])}
     return grown, tuple(name for name in changed if name not in grown)
 
 
-def weights_of(model: nn.Module) -> dict[str, tuple[int, ...]]:
+def weights_of(model: nn.Module) -> Shapes:
     """Return the shapes of all weights by name; a shared weight counts under one name."""
     return {name: tuple(weight.shape) for name, weight in model.named_parameters()}
 

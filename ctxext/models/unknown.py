@@ -34,10 +34,10 @@ def why_absent(model: nn.Module) -> str:
             "it rotates by a sinusoid table that its own code computes once, and no field of its config (no "
             "rope_parameters) changes that table in a reload"
         )
-    owners = [name for name, value in code.items() if name.endswith("RotaryEmbedding") and "Vision" not in name]
+    owners = [value for name, value in code.items() if name.endswith("RotaryEmbedding") and "Vision" not in name]
     if rotation := _own_rotation(model):
         return f"it rotates by code of its own ({rotation}), which does not have the form of transformers' rope types"
-    if any(hasattr(code[name], "compute_default_rope_parameters") for name in owners):
+    if any(hasattr(owner, "compute_default_rope_parameters") for owner in owners):
         return "its code has rotary positions, but this checkpoint's config switches them off"
     if computing := [path for path, module in model.named_modules() if "Sinusoid" in type(module).__name__]:
         return (
