@@ -37,6 +37,7 @@ from transformers.generation.continuous_batching.model_runner import infer_max_s
 
 from ctxext.core.subject import cache_argument
 from ctxext.errors import InvalidParameterError, require_package
+from ctxext.files import JsonObject
 from ctxext.measuring.forward import logits_in_chunks
 from ctxext.serving.ask import GREEDY, as_graphs
 from ctxext.serving.prefixes import GraphPrefixes, Prefixes
@@ -79,11 +80,15 @@ class AnswerPiece:
     told: list[Told] = field(default_factory=list)
     finish: str | None = None
     reasoning: str = ""
-    calls: list[dict[str, Any]] = field(default_factory=list)
+    calls: list[JsonObject] = field(default_factory=list)
 
     def __add__(self, more: AnswerPiece) -> AnswerPiece:
         said, told, thought = self.text + more.text, self.told + more.told, self.reasoning + more.reasoning
         return AnswerPiece(said, told, more.finish, thought, self.calls + more.calls)
+
+
+NumberedPieces = AsyncIterator[tuple[int, AnswerPiece]]
+"""Pieces of several answers, each with the number of its answer."""
 
 
 class TokenText:
@@ -120,7 +125,7 @@ class TokenText:
             start = len(written.text) - len(text)
         return Told(text, start, float(logprobs[token]), named, token in self.special)
 
-    def grammar(self, schema: dict[str, Any]) -> Grammar:
+    def grammar(self, schema: JsonObject) -> Grammar:
         """Return the grammar of JSON that keeps a schema, or refuse."""
         require_package("llguidance", "json", f"{FORCED} need")
         from llguidance import LLMatcher
@@ -326,11 +331,12 @@ class Draw:
         self.emit(self._piece())
 
     def _piece(self) -> AnswerPiece:
-        if self.finish is not None:
-            self.written.end(self.tokens)
-        text = self.written.release(self.finish is not None)
-        whole = self.finish is not None and not self.written.cut
-        told = [told for told in self.told if whole or told.start < self.written.given]
+        written, has_ended = self.written, self.finish is not None
+        if has_ended:
+            written.end(self.tokens)
+        text = written.release(has_ended)
+        whole = has_ended and not written.cut
+        told = [told for told in self.told if whole or told.start < written.given]
         self.told = self.told[len(told) :]
         return AnswerPiece(text, told, self.finish)
 
@@ -492,8 +498,8 @@ class Together(CBGenerateManager):  # type: ignore[misc]
             return draw.end(None)
         self.rows.draws[draw.id] = draw
         self._cb.register_result_handler(draw.id, lambda result: self._failed(draw, result.error))
-        added = {"request_id": draw.id, "max_new_tokens": draw.limit, "eos_token_id": -1}
-        if self._cb.add_request(draw.prompt, **added) is None:
+        added = self._cb.add_request(draw.prompt, request_id=draw.id, max_new_tokens=draw.limit, eos_token_id=-1)
+        if added is None:
             raise CBWorkerDeadError("The worker of continuous batches has ended. Restart the server.")
 
     def _failed(self, draw: Draw, error: str | None) -> None:
@@ -512,7 +518,7 @@ def _only(token: int, scores: Tensor) -> Tensor:
     return torch.full_like(scores, -math.inf).index_fill(-1, torch.tensor([token], device=scores.device), 0.0)
 
 
-async def pieces_of(engine: OneByOne | Together, draws: Sequence[Draw]) -> AsyncIterator[tuple[int, AnswerPiece]]:
+async def pieces_of(engine: OneByOne | Together, draws: Sequence[Draw]) -> NumberedPieces:
     """Yield the pieces of several answers as they come, each with the number of its answer.
 
     Raises:

@@ -237,11 +237,12 @@ class ReadText:
             InvalidParameterError: text, question and answer exceed the window.
         """
         prompt = self._prompt(question)
-        self._require_room(len(prompt) + self.new)
+        needed = len(prompt) + self.new
+        self._require_room(needed)
         if self._mark is None:
             self.questions = self.questions or [question]
-        if self._room is not None and len(prompt) + self.new > self._room:
-            self._mark, self._room = None, len(prompt) + self.new
+        if self._room is not None and needed > self._room:
+            self._mark, self._room = None, needed
         cache = self._read_cache()
         holds = prompt[: len(self._cached)] == self._cached
         written = self._write(prompt, cache if holds else self._empty(), self.new, streamer)
@@ -313,11 +314,15 @@ class ReadText:
             for end in range(cached + CHUNK, len(prompt), CHUNK):
                 self._write(prompt[:end], cache, 1)
         tokens = torch.tensor([prompt], device=self.model.device)
-        given = {"input_ids": tokens, "attention_mask": torch.ones_like(tokens), "streamer": streamer}
-        given |= {cache_argument(self.model) or "past_key_values": cache}
-        given |= {"stop_strings": [LINE_END], "tokenizer": self.tokenizer} if self.completes else {}
         certainty = Certainty()
-        given |= {"logits_processor": [certainty]}
+        given = {
+            "input_ids": tokens,
+            "attention_mask": torch.ones_like(tokens),
+            "streamer": streamer,
+            "logits_processor": [certainty],
+            cache_argument(self.model) or "past_key_values": cache,
+        }
+        given |= {"stop_strings": [LINE_END], "tokenizer": self.tokenizer} if self.completes else {}
         given |= as_graphs() if graphs else {"disable_compile": True}
         given |= {} if graphs or cached else {"prefill_chunk_size": CHUNK}
         written = self.model.generate(**given, **GREEDY, max_new_tokens=new)

@@ -25,7 +25,7 @@ from ctxext.core.rotary import find_sites
 from ctxext.core.scaling import scaling_of
 from ctxext.core.subject import Subject
 from ctxext.errors import IncompatibleError, InvalidParameterError, VerificationError, printable, shown
-from ctxext.files import parse_json
+from ctxext.files import JsonObject, parse_json
 from ctxext.measuring.forward import Progress, follows_length, logits_in_chunks, ticking
 from ctxext.methods import Method, RopeMethod
 from ctxext.methods.formulas import plain_inv_freq
@@ -39,7 +39,7 @@ INSIDE, BEYOND = 2, 4  # prompts within the trained window, and longer ones
 STEPS = 6  # halvings of the interval in which the window lies
 BYTES, SECONDS = 4 << 20, 1800  # most that one answer may take
 LARGE = 1e9  # no log-probability is as far from 0
-USUAL_BASE = 10_000.0
+USUAL_BASE = 10_000.0  # that a server falls back on
 READINGS = 6  # of a model whose extension is a table: as it is extended, not extended, and by four mistakes
 # A server is taken to compute a reading that is this close to its answers, in nats, if every other is twice as far.
 NEAR, FLOOR = 0.3, 0.02
@@ -113,7 +113,7 @@ class Client:
         inner = told(chosen[0], "meta", "n_ctx", kind=int, default=None)  # of llama.cpp
         self.stated = told(chosen[0], "max_model_len", kind=int, default=inner)
 
-    def continued(self, ids: Sequence[int], text: str, **more: Any) -> tuple[str, Any]:
+    def continued(self, ids: Sequence[int], text: str, **more: Any) -> JsonObject | str:
         """Return the text and the log-probabilities by which a server continues a prompt; a reason if it refuses.
 
         Raises:
@@ -127,15 +127,15 @@ class Client:
             status, said = self._call("/v1/completions", request)
             if status == 200 and told(said, "choices", kind=list, default=[]):
                 self.form = type(prompt)
-                choice = told(said, "choices", 0, kind=dict)
+                choice: JsonObject = told(said, "choices", 0, kind=dict)
                 read = told(said, "usage", "prompt_tokens", kind=int, default=None)
                 if read is not None and read < len(ids) - 1:  # less one: a token that begins every text
-                    return f"it reads {read} of {len(ids)} tokens", None
-                return "", choice
+                    return f"it reads {read} of {len(ids)} tokens"
+                return choice
             sentence = _sentence(said)
             if status >= 500:
                 break
-        return sentence or "no answer", None
+        return sentence or "no answer"
 
     def _call(self, path: str, body: Any = None) -> tuple[int, Any]:
         headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {self.key}"} if self.key else {})
@@ -214,7 +214,6 @@ def check_server(
     tokenizer: Any,
     ids: Tensor,
     *,
-    base: float = USUAL_BASE,
     progress: Progress = lambda stage, done: None,
 ) -> ServerCheck:
     """Compare a server's answers with the model as it was extended, and with the mistakes that servers make.
@@ -222,7 +221,6 @@ def check_server(
     Args:
         model: the model that the server ought to compute. Its extension is taken off.
         ids: tokens of a text, [1, tokens], longer than the trained window; the prompts are its beginnings.
-        base: the base that a server falls back on.
         progress: function of the stage and the share of the work done since the last call.
 
     Raises:
@@ -252,7 +250,7 @@ def check_server(
             return _log_probabilities(subject, ids, answers)
 
     inside, beyond = {}, {}
-    for label, logs in _readings(subject, read, base):
+    for label, logs in _readings(subject, read):
         distances = {answer.length: _distance(answer, logs[answer.length]) for answer in answers}
         inside[label] = _mean([value for length, value in distances.items() if length <= trained])
         beyond[label] = _mean([value for length, value in distances.items() if length > trained])
@@ -305,13 +303,13 @@ def _answers(
         if not least < length < (refused or length + 1):
             break
         asking(length)
-        why, answer = _asked(client, tokenizer, ids[0, :length].tolist(), text)
-        if answer is not None:
+        answer = _asked(client, tokenizer, ids[0, :length].tolist(), text)
+        if isinstance(answer, Continuation):
             answers.append(answer)
         else:
-            waiting, refused, reason = [], length, why
+            waiting, refused, reason = [], length, answer
             if not answers:
-                raise VerificationError(f"{client.url} refuses a prompt of {length} tokens: {why}")
+                raise VerificationError(f"{client.url} refuses a prompt of {length} tokens: {reason}")
     if refused is not None:
         client.notes.append(f"To a prompt of {refused} tokens it says: {reason}")
     last = answers[-1]
@@ -330,21 +328,19 @@ def _stable(tokenizer: Any, ids: Tensor, length: int) -> tuple[int, str]:
     return length, tokenizer.decode(ids[:length], skip_special_tokens=True)
 
 
-def _asked(client: Client, tokenizer: Any, ids: list[int], text: str) -> tuple[str, Continuation | None]:
-    """Ask for log-probabilities, or for text from a server that has none."""
-    reason, choice = client.continued(ids, text, logprobs=TOP)
-    if choice is not None and (top := _top(choice)):
-        return "", Continuation(len(ids), top=top)
-    reason, choice = client.continued(ids, text, max_tokens=ANSWER)
-    if choice is None:
-        return reason, None
+def _asked(client: Client, tokenizer: Any, ids: list[int], text: str) -> Continuation | str:
+    """Ask for log-probabilities, or for text from a server that has none; return a reason where it gives neither."""
+    choice = client.continued(ids, text, logprobs=TOP)
+    if not isinstance(choice, str) and (top := _top(choice)):
+        return Continuation(len(ids), top=top)
+    choice = client.continued(ids, text, max_tokens=ANSWER)
+    if isinstance(choice, str):
+        return choice
     tokens = tokenizer(told(choice, "text", kind=str), add_special_tokens=False)["input_ids"][:ANSWER]
-    return ("", Continuation(len(ids), tokens=tuple(tokens))) if tokens else ("it answers nothing", None)
+    return Continuation(len(ids), tokens=tuple(tokens)) if tokens else "it answers nothing"
 
 
-def _readings(
-    subject: Subject, read: Callable[[str], dict[int, Tensor]], base: float
-) -> Iterator[tuple[str, dict[int, Tensor]]]:
+def _readings(subject: Subject, read: Callable[[str], dict[int, Tensor]]) -> Iterator[tuple[str, dict[int, Tensor]]]:
     """Yield each reading of the model with its log-probabilities at the end of each prompt, and after its answer."""
     trained, target = _lengths(subject)
     yield AS_SAID, read(AS_SAID)
@@ -360,7 +356,7 @@ def _readings(
     sites = find_sites(subject, trained, scaled=scaling == "extend")
     if len(sites) != 1:  # several would need different factors
         return
-    for label, wrong in _mistakes(method, sites[0].spec, base).items():
+    for label, wrong in _mistakes(method, sites[0].spec).items():
         divisors = tuple((plain_inv_freq(sites[0].spec) / wrong.inv_freq).tolist())
         is_plain = wrong.attention_scale == 1 and set(divisors) == {1.0}
         if (is_plain and not (state is None and in_files)) or not all(0 < part < math.inf for part in divisors):
@@ -375,10 +371,11 @@ def _readings(
             yield label, read(label)
 
 
-def _mistakes(method: Method | None, rope: RopeSpec, base: float) -> dict[str, Frequencies]:
+def _mistakes(method: Method | None, rope: RopeSpec) -> dict[str, Frequencies]:
     """Return the usual mistakes of servers in an extension, or in the scaling in the files if ``method`` is None."""
-    plain, usual = plain_inv_freq(rope), replace(rope, base=base, inv_freq=None)
-    mistakes = {f"base {base:g} in place of {rope.base:g}": Frequencies(plain_inv_freq(usual))}
+    plain, usual = plain_inv_freq(rope), replace(rope, base=USUAL_BASE, inv_freq=None)
+    other_base = f"base {USUAL_BASE:g} in place of {rope.base:g}"
+    mistakes = {other_base: Frequencies(plain_inv_freq(usual))}
     if not isinstance(method, RopeMethod):
         mistakes["scaling of the config ignored"] = Frequencies(plain)
     else:
@@ -387,7 +384,7 @@ def _mistakes(method: Method | None, rope: RopeSpec, base: float) -> dict[str, F
         mistakes["temperature ignored"] = Frequencies(right.inv_freq)
         mistakes["temperature alone"] = Frequencies(plain, right.attention_scale)
         mistakes["every frequency divided by the factor"] = Frequencies(plain / method.factor)
-        mistakes[f"base {base:g} in place of {rope.base:g}"] = method.frequencies(usual, length)
+        mistakes[other_base] = method.frequencies(usual, length)
         mistakes = {
             label: wrong
             for label, wrong in mistakes.items()
@@ -410,9 +407,8 @@ def _log_probabilities(subject: Subject, ids: Tensor, answers: Sequence[Continua
             parts = [part for _, part in logits_in_chunks(model, read.to(device), start=answer.length - 1)]
             rows[answer.length] = torch.cat(parts, dim=1)[0]
     else:
-        longest = max(answer.length for answer in answers)
         lengths = sorted(answer.length for answer in answers)
-        for first, part in logits_in_chunks(model, ids[:, :longest].to(device), start=lengths[0] - 1, chunk=256):
+        for first, part in logits_in_chunks(model, ids[:, : lengths[-1]].to(device), start=lengths[0] - 1, chunk=256):
             for length in lengths:
                 if first <= length - 1 < first + part.shape[1]:
                     rows[length] = part[0, length - 1 - first][None].clone()
@@ -434,7 +430,5 @@ def _mean(values: Sequence[float]) -> float:
 
 def _nearest(distances: dict[str, float]) -> str | None:
     """Return the reading that is near, if all others are far."""
-    ordered = sorted(distances, key=distances.__getitem__)
-    nearest = distances[ordered[0]]
-    others = [distances[label] for label in ordered[1:]]
-    return ordered[0] if nearest <= NEAR and all(other > 2 * nearest + FLOOR for other in others) else None
+    (label, nearest), *others = sorted(distances.items(), key=lambda item: item[1])
+    return label if nearest <= NEAR and all(other > 2 * nearest + FLOOR for _, other in others) else None

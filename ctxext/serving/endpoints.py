@@ -29,8 +29,9 @@ from transformers.cli.serving.utils import (
 from transformers.utils.chat_parsing import ResponseParser
 from transformers.utils.chat_template_utils import _compile_jinja_template
 
-from ctxext.serving.answers import AnswerPiece, Draw, OneByOne, Together, TokenText, Told, pieces_of
-from ctxext.serving.gate import unknown_model
+from ctxext.files import JsonObject
+from ctxext.serving.answers import AnswerPiece, Draw, NumberedPieces, OneByOne, Together, TokenText, Told, pieces_of
+from ctxext.serving.gate import status_of, unknown_model
 from ctxext.serving.load import Served
 from ctxext.serving.requests import (
     OF_SERVER,
@@ -119,11 +120,11 @@ class Endpoint:
         usual = self.model.generation_config
         return Draw(prompt, request, usual, limit, tops, self.reader, number=number, **more)
 
-    def pieces(self, request: Any, draws: list[Draw]) -> AsyncIterator[tuple[int, AnswerPiece]]:
+    def pieces(self, request: Any, draws: list[Draw]) -> NumberedPieces:
         """Return the pieces of answers as they come, each with the number of its answer."""
         return pieces_of(self.engine, draws)
 
-    def choice(self, request: Any, number: int, piece: AnswerPiece, name: str) -> dict[str, Any]:
+    def choice(self, request: Any, number: int, piece: AnswerPiece, name: str) -> JsonObject:
         """Return an answer, or a piece of it in a stream, as the API writes it."""
         raise NotImplementedError
 
@@ -156,20 +157,23 @@ class Endpoint:
         return streamed(lines(), lambda error: [_line({"error": error}), "data: [DONE]\n\n"])
 
 
-def _line(event: dict[str, Any]) -> str:
+def _line(event: JsonObject) -> str:
     return f"data: {json.dumps(event)}\n\n"
 
 
-def usage(draws: list[Draw]) -> dict[str, Any]:
+def usage(draws: list[Draw]) -> JsonObject:
     """Return the token counts of a request: each prompt once, and all answers."""
-    prompt = sum(len(draw.prompt) for draw in draws if draw.number == 0)
-    answers = sum(len(draw.tokens) for draw in draws)
-    cached = {"cached_tokens": sum(draw.cached for draw in draws if draw.number == 0)}
-    counts = {"prompt_tokens": prompt, "completion_tokens": answers, "total_tokens": prompt + answers}
-    return counts | {"prompt_tokens_details": cached}
+    firsts = [draw for draw in draws if draw.number == 0]
+    prompt, answers = sum(len(draw.prompt) for draw in firsts), sum(len(draw.tokens) for draw in draws)
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": answers,
+        "total_tokens": prompt + answers,
+        "prompt_tokens_details": {"cached_tokens": sum(draw.cached for draw in firsts)},
+    }
 
 
-def streamed(lines: AsyncIterator[str], failed: Callable[[dict[str, Any]], list[str]]) -> StreamingResponse:
+def streamed(lines: AsyncIterator[str], failed: Callable[[JsonObject], list[str]]) -> StreamingResponse:
     """Return a stream of events, in which an error is an event, too."""
 
     async def guarded() -> AsyncIterator[str]:
@@ -177,7 +181,7 @@ def streamed(lines: AsyncIterator[str], failed: Callable[[dict[str, Any]], list[
             async for line in lines:
                 yield line
         except (HTTPException, CBWorkerDeadError) as error:
-            status, sentence = getattr(error, "status_code", 503), str(getattr(error, "detail", error))
+            status, sentence = status_of(error)
             for line in failed({"message": sentence, "type": "server_error", "code": status}):
                 yield line
 
@@ -204,7 +208,7 @@ class Completions(Endpoint):
             raise refusal("echo: with logprobs, it is not served in continuous batches.")
         return [self.draw(request, row, number, request.logprobs) for row in rows for number in range(request.n or 1)]
 
-    async def pieces(self, request: Completion, draws: list[Draw]) -> AsyncIterator[tuple[int, AnswerPiece]]:
+    async def pieces(self, request: Completion, draws: list[Draw]) -> NumberedPieces:
         """Yield the pieces of answers as they come, behind their prompts where the request asks for these."""
         shift = [0] * len(draws)
         for number, draw in enumerate(draws) if request.echo else ():
@@ -221,7 +225,7 @@ class Completions(Endpoint):
             moved = [replace(told, start=told.start + shift[number]) for told in piece.told]
             yield number, replace(piece, told=moved)
 
-    def choice(self, request: Completion, number: int, piece: AnswerPiece, name: str) -> dict[str, Any]:
+    def choice(self, request: Completion, number: int, piece: AnswerPiece, name: str) -> JsonObject:
         """Return an answer, or a piece of it in a stream, as the API writes it."""
         logprobs = None
         if request.logprobs is not None:
@@ -285,7 +289,7 @@ def call_of(name: str) -> str:
     return f'{{"name":{json.dumps(name)},"arguments":'
 
 
-def _call_schema(name: str, place: int, parameters: dict[str, Any]) -> dict[str, Any]:
+def _call_schema(name: str, place: int, parameters: JsonObject) -> JsonObject:
     """Return the schema of a call, one of several, within which references of its parameters still hold."""
     inside = json.dumps(parameters).replace('"$ref": "#', f'"$ref": "#/anyOf/{place}/properties/arguments')
     properties = {"name": {"const": name}, "arguments": {"type": "object"} | json.loads(inside)}
@@ -295,7 +299,7 @@ def _call_schema(name: str, place: int, parameters: dict[str, Any]) -> dict[str,
 class Templates(Endpoint):
     """Handler of requests that a chat template turns into a prompt."""
 
-    def prompt(self, request: Templated, messages: list[dict[str, Any]]) -> list[int]:
+    def prompt(self, request: Templated, messages: list[JsonObject]) -> list[int]:
         """Return the tokens of a conversation, or refuse what its template cannot show."""
         if self.tokenizer.chat_template is None:
             raise refusal("This model's tokenizer has no chat template. Ask /v1/completions.")
@@ -320,7 +324,7 @@ class Templates(Endpoint):
             raise refusal(f"The model's chat template refuses the messages: {error}") from error
         return self.tokens(prompt, special=False)
 
-    def conversation(self, request: Any) -> list[dict[str, Any]]:
+    def conversation(self, request: Any) -> list[JsonObject]:
         """Return the messages of a request."""
         raise NotImplementedError
 
@@ -353,7 +357,7 @@ class Templates(Endpoint):
         )
         return ResponseParser(form, prefix=text if begun else "", tools=request.shown or None)
 
-    async def pieces(self, request: Any, draws: list[Draw]) -> AsyncIterator[tuple[int, AnswerPiece]]:
+    async def pieces(self, request: Any, draws: list[Draw]) -> NumberedPieces:
         """Yield the pieces of answers as they come: words, reasoning, calls of tools."""
         speeches = await in_thread(
             lambda: [Speech(self._parser(request, draw.prompt), request.forced) for draw in draws]
@@ -369,21 +373,21 @@ class Chats(Templates):
     kind, objects = "chatcmpl", ("chat.completion", "chat.completion.chunk")
     lengths = ("max_completion_tokens", "max_tokens")
 
-    def conversation(self, request: Conversation) -> list[dict[str, Any]]:
+    def conversation(self, request: Conversation) -> list[JsonObject]:
         """Return the messages of a request."""
         return [message.model_dump(exclude_none=True) for message in request.messages]
 
-    async def pieces(self, request: Any, draws: list[Draw]) -> AsyncIterator[tuple[int, AnswerPiece]]:
+    async def pieces(self, request: Any, draws: list[Draw]) -> NumberedPieces:
         """Yield the pieces of answers as they come, behind the role of each in a stream."""
         for number in range(len(draws)) if request.stream else ():
             yield number, AnswerPiece(finish="")
         async for number, piece in super().pieces(request, draws):
             yield number, piece
 
-    def choice(self, request: Conversation, number: int, piece: AnswerPiece, name: str) -> dict[str, Any]:
+    def choice(self, request: Conversation, number: int, piece: AnswerPiece, name: str) -> JsonObject:
         """Return an answer, or a piece of it in a stream, as the API writes it."""
         whole, first = name == "message", piece.finish == ""
-        said: dict[str, Any] = {"role": "assistant"} if whole or first else {}
+        said: JsonObject = {"role": "assistant"} if whole or first else {}
         if piece.text or first or whole:
             said["content"] = None if piece.calls and not piece.text else piece.text
         if piece.reasoning:
@@ -404,7 +408,7 @@ class Chats(Templates):
         return {"index": number, name: said, "logprobs": logprobs, "finish_reason": piece.finish or None}
 
 
-def _token(text: str, logprob: float | None) -> dict[str, Any]:
+def _token(text: str, logprob: float | None) -> JsonObject:
     """Return a token as the chat API writes it; half a letter has no bytes that can be told."""
     return {"token": text, "logprob": logprob, "bytes": None if "\ufffd" in text else list(text.encode())}
 
@@ -415,10 +419,10 @@ class Responses(Templates):
     asked = Answered
     kind, lengths = "resp", ("max_output_tokens",)
 
-    def conversation(self, request: Answered) -> list[dict[str, Any]]:
+    def conversation(self, request: Answered) -> list[JsonObject]:
         """Return the messages of a request, behind its instructions."""
         given = request.model_dump(exclude_none=True)["input"]
-        messages: list[dict[str, Any]] = ResponseHandler._normalize_input({"input": given})
+        messages: list[JsonObject] = ResponseHandler._normalize_input({"input": given})
         return [{"role": "system", "content": request.instructions}] * bool(request.instructions) + messages
 
     async def answer(self, request: Answered, draws: list[Draw], request_id: str) -> Any:

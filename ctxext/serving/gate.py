@@ -14,6 +14,8 @@ from fastapi.responses import JSONResponse
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from ctxext.errors import CtxextError
+
 BODY = 8 << 20  # bytes of a body; a longer window allows longer ones
 PATIENCE = 2.0  # seconds in which a client can take the end of a dropped answer
 # Names of this machine that lead no other machine here, with or without a port.
@@ -25,6 +27,12 @@ def error_response(status: int, sentence: str, code: str | None = None) -> JSONR
     kind = "invalid_request_error" if status < 500 else "server_error"
     error = {"message": sentence, "type": kind, "param": None, "code": code or status}
     return JSONResponse({"error": error}, status_code=status)
+
+
+def status_of(error: Exception) -> tuple[int, str]:
+    """Return the status of an answer that ends in an error, and the sentence that says why."""
+    status = 400 if isinstance(error, CtxextError) else 503
+    return getattr(error, "status_code", status), str(getattr(error, "detail", error))
 
 
 def unknown_model(asked: str, served: str) -> JSONResponse:

@@ -60,8 +60,14 @@ def load_served(
     if method is None and given:
         raise InvalidParameterError(f"{', '.join(given)}: only with a method, which says how to extend.")
     weights = weights or reads_weights(method)
-    how: dict[str, Any] = {"trust_remote_code": trust_remote_code, "tokenizer": tokenizer, "weights": weights}
-    checkpoint = load_checkpoint(source, dtype=dtype, device=device, **how)
+    checkpoint = load_checkpoint(
+        source,
+        dtype=dtype,
+        device=device,
+        trust_remote_code=trust_remote_code,
+        tokenizer=tokenizer,
+        weights=weights,
+    )
     if not getattr(checkpoint.words, "is_fast", True):  # one out of a GGUF file is fast, and is read later
         raise IncompatibleError(
             f"{type(checkpoint.words).__name__} is written in Python and cannot decode token by token, as a server "
@@ -73,20 +79,18 @@ def load_served(
     says = "ctxext serve does not draft with them; each pass gives one token."
     notes = _kept_for_a_request(checkpoint) + about_drafts(model.config, says)
     description = describe(model)
-    factor = None
-    if description.trained_length and description.target_length:
-        factor = description.target_length / description.trained_length
+    trained, window = description.trained_length, description.target_length
     parameters = dict(description.method or {})
     facts = {
         "method": parameters.pop("method", None),
         "parameters": parameters,
-        "factor": factor,
-        "trained_length": description.trained_length,
-        "window": description.target_length,
+        "factor": window / trained if trained and window else None,
+        "trained_length": trained,
+        "window": window,
         "dtype": str(checkpoint.subject.model.dtype).removeprefix("torch."),
         "stored_dtype": checkpoint.stored,
     }
-    return Served(name or source or checkpoint.name, checkpoint, description.target_length, facts, notes)
+    return Served(name or source or checkpoint.name, checkpoint, window, facts, notes)
 
 
 def extend_loaded(checkpoint: Checkpoint, method: str | Method, **extension: Any) -> None:

@@ -44,10 +44,11 @@ class Prefixes:
 
     Args:
         most: tokens that are kept, at most.
+        window: tokens that a cache has room for; None for one that grows.
     """
 
-    def __init__(self, subject: Subject, most: int) -> None:
-        self.model, self.most, self.kept = subject.model, most, list[Prefix]()
+    def __init__(self, subject: Subject, most: int, window: int | None = None) -> None:
+        self.model, self.most, self.window, self.kept = subject.model, most, window, list[Prefix]()
         self.why_not = why_no_prefix(subject) if most else "--keep-tokens is 0"
         on_cuda = self.model.device.type == "cuda"
         self.memory = torch.cuda.mem_get_info(self.model.device)[0] // 2 if on_cuda else None
@@ -59,14 +60,22 @@ class Prefixes:
         """
         lengths = {prefix: length for prefix in self.kept if (length := prefix.begins(prompt, owner))}
         if not lengths:
-            return new_cache(self.model), 0
+            return self.empty(), 0
         prefix = max(lengths, key=lambda prefix: lengths[prefix])
         length = lengths[prefix]
         if 2 * length < len(prefix.tokens):  # a longer text, which others may go on from
             part = beginning(prefix.cache, length)
-            return (new_cache(self.model), 0) if part is None else (part, length)
+            return (self.empty(), 0) if part is None else (part, length)
         self.kept.remove(prefix)
-        return (prefix.cache, length) if shorten(prefix.cache, length) else (new_cache(self.model), 0)
+        return self.cut(prefix.cache, length)
+
+    def empty(self) -> Any:
+        """Return an empty cache."""
+        return new_cache(self.model, self.window)
+
+    def cut(self, cache: Any, length: int) -> tuple[Any, int]:
+        """Return a cache cut to so many tokens, and their number; an empty one where it cannot be cut."""
+        return (cache, length) if shorten(cache, length) else (self.empty(), 0)
 
     def put(self, tokens: Sequence[int], cache: Any, owner: Hashable) -> None:
         """Keep what a request has read and written; ``tokens`` may have more than the cache."""
@@ -91,21 +100,12 @@ class Prefixes:
 
 
 class GraphPrefixes(Prefixes):
-    """The one cache, with room for a window, over which steps run as graphs: it keeps what was read last.
-
-    Args:
-        window: tokens of a prompt and its answer, at most.
-    """
-
-    def __init__(self, subject: Subject, most: int, window: int) -> None:
-        super().__init__(subject, most)
-        self.window = window
+    """The one cache, with room for a window, over which steps run as graphs: it keeps what was read last."""
 
     def take(self, prompt: list[int], owner: Hashable) -> tuple[Any, int]:
         """Return the cache, and the number of tokens in it that begin the prompt."""
-        last = self.kept.pop() if self.kept else Prefix([], new_cache(self.model, self.window), owner)
-        length = 0 if self.why_not else last.begins(prompt, owner)
-        return (last.cache, length) if shorten(last.cache, length) else (new_cache(self.model, self.window), 0)
+        last = self.kept.pop() if self.kept else Prefix([], self.empty(), owner)
+        return self.cut(last.cache, 0 if self.why_not else last.begins(prompt, owner))
 
     def put(self, tokens: Sequence[int], cache: Any, owner: Hashable) -> None:
         """Keep the cache, and what a request has read and written where that may be kept."""

@@ -13,12 +13,15 @@ from typing import Annotated, Any, Literal, TypeVar
 from fastapi import HTTPException
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
+from ctxext.files import JsonObject
+
 Count = Annotated[int, Field(ge=1, lt=2**31)]
 Text = Annotated[str, Field(min_length=1)]
 Token = Annotated[int, Field(ge=0, lt=2**31)]
 Share = Annotated[float, Field(ge=0, le=1)]
 Penalty = Annotated[float, Field(ge=-2, le=2)]
 Bias = Annotated[float, Field(ge=-100, le=100)]
+Tops = Annotated[int, Field(ge=0, le=20)]
 Answers = Annotated[int, Field(ge=1, le=128)]
 First = Field(fail_fast=True)  # one error is told: millions of them would be collected without a thread's switch
 Several = Field(min_length=1, fail_fast=True)
@@ -79,7 +82,7 @@ class JsonReader(json.JSONDecoder):
         self._count(0, len(values))
         return values, end
 
-    def _object(self, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    def _object(self, pairs: list[tuple[str, Any]]) -> JsonObject:
         self._count(1 + len(pairs))
         if len(named := dict(pairs)) < len(pairs):
             raise ValueError("an object in which a name comes twice")
@@ -125,7 +128,7 @@ class Function(Sent):
     """A call of a tool that the model made before."""
 
     name: str
-    arguments: dict[str, Any] | Arguments
+    arguments: JsonObject | Arguments
 
 
 class FunctionCall(Sent):
@@ -187,7 +190,7 @@ class ToolFunction(Sent):
 
     name: Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]+$")]
     description: str | None = None
-    parameters: dict[str, Any] | None = None
+    parameters: JsonObject | None = None
     strict: bool | None = None
 
 
@@ -226,7 +229,7 @@ class FlatChosenTool(ChosenName):
 class Schema(Sent):
     """A JSON schema that the answer has to keep."""
 
-    schema_: Annotated[dict[str, Any], Field(alias="schema")]
+    schema_: Annotated[JsonObject, Field(alias="schema")]
 
 
 class Format(Exactly):
@@ -240,7 +243,7 @@ class FlatFormat(Sent):
     """The form of an answer, as the Responses API writes it."""
 
     type: Literal["text", "json_object", "json_schema"]
-    schema_: Annotated[dict[str, Any] | None, Field(alias="schema")] = None
+    schema_: Annotated[JsonObject | None, Field(alias="schema")] = None
 
 
 class TextSettings(Exactly):
@@ -286,11 +289,11 @@ class Sampling(Exactly):
     stop_token_ids: Annotated[list[Token], Field(max_length=1024, fail_fast=True)] | None = None
     min_tokens: Token | None = None
     # Requests of other owners do not go on from what this one reads.
-    cache_salt: Annotated[str, Field(min_length=1)] | None = None
+    cache_salt: Text | None = None
     prompt_cache_key: str | None = None
     # These change no answer, by OpenAI's own definition: labels of a request, and wishes about a cache.
-    metadata: dict[str, Any] | None = None
-    prompt_cache_options: dict[str, Any] | None = None
+    metadata: JsonObject | None = None
+    prompt_cache_options: JsonObject | None = None
     prompt_cache_retention: str | None = None
     safety_identifier: str | None = None
     user: str | None = None
@@ -310,7 +313,7 @@ class Completion(Sampling):
     n: Answers | None = None
     best_of: Answers | None = None
     echo: bool | None = None
-    logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    logprobs: Tops | None = None
 
 
 class Templated(Sampling):
@@ -319,7 +322,7 @@ class Templated(Sampling):
     tools: Annotated[list[Tool | FlatTool], First] | None = None
     tool_choice: Literal["none", "auto", "required"] | ChosenTool | FlatChosenTool | None = None
     parallel_tool_calls: bool | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
+    chat_template_kwargs: JsonObject | None = None
 
     @property
     def functions(self) -> list[ToolFunction]:
@@ -328,13 +331,13 @@ class Templated(Sampling):
         return [tool.function if isinstance(tool, Tool) else tool for tool in tools]
 
     @property
-    def shown(self) -> list[dict[str, Any]]:
+    def shown(self) -> list[JsonObject]:
         """Tools as chat templates read them."""
         tools = [tool.model_dump(exclude_unset=True, exclude={"type"}) for tool in self.functions]
         return [{"type": "function", "function": tool} for tool in tools]
 
     @property
-    def forced(self) -> dict[str, dict[str, Any]]:
+    def forced(self) -> dict[str, JsonObject]:
         """Parameters by name of the tools that the model must choose from; empty if it may answer otherwise."""
         if self.tool_choice in (None, "none", "auto"):
             return {}
@@ -342,7 +345,7 @@ class Templated(Sampling):
         return {tool.name: tool.parameters or {} for tool in self.functions if name in (None, tool.name)}
 
     @property
-    def schema_asked(self) -> dict[str, Any] | None:
+    def schema_asked(self) -> JsonObject | None:
         """Schema of the answer; None if its form is free."""
         asked = getattr(self, "response_format", None) or getattr(getattr(self, "text", None), "format", None)
         if asked is None or asked.type == "text":
@@ -365,7 +368,7 @@ class Conversation(Templated):
     stream_options: StreamOptions | None = None
     n: Answers | None = None
     logprobs: bool | None = None
-    top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    top_logprobs: Tops | None = None
     response_format: Format | None = None
     reasoning_effort: str | None = None
 
@@ -452,7 +455,7 @@ def _clash(request: Sampling) -> str | None:
     if request.tool_choice not in (None, "none", "auto"):
         if not request.forced:
             return "tool_choice: no such tool in tools."
-        if getattr(request, "stop", None):
+        if request.stop:
             return "stop: a call of a tool that tool_choice demands ends by itself. Leave stop out."
         return "tool_choice: a call of a tool has no other format." if request.schema_asked is not None else None
     if request.functions and request.parallel_tool_calls is False:
@@ -474,7 +477,7 @@ def _unreadable(value: Any, level: int = 1) -> str | None:
     return next((fault for part in parts if (fault := _unreadable(part, level + 1))), None)
 
 
-def _sentence(error: ValidationError, sent: dict[str, Any]) -> str:
+def _sentence(error: ValidationError, sent: JsonObject) -> str:
     """Return a sentence about the innermost of a request's errors: a union has one for each of its types."""
     faults = error.errors(include_url=False, include_input=False)
     worst = max(  # the one that came furthest

@@ -30,7 +30,7 @@ from ctxext.caches.records import PAGED_IN_LAYERS
 from ctxext.errors import CtxextError, IncompatibleError, InvalidParameterError
 from ctxext.serving.answers import LOG, OneByOne, Together, TokenText
 from ctxext.serving.endpoints import ANSWER, Chats, Completions, Endpoint, Responses
-from ctxext.serving.gate import BODY, PATIENCE, Gate, error_response, unknown_model
+from ctxext.serving.gate import BODY, PATIENCE, Gate, error_response, status_of, unknown_model
 from ctxext.serving.load import Served
 from ctxext.serving.prefixes import GraphPrefixes, Prefixes
 from ctxext.serving.requests import refusal
@@ -135,17 +135,11 @@ def application(
         kept = {"kept": engine.prefixes.facts} if isinstance(engine, OneByOne) else {}
         return JSONResponse(status | facts | kept | {"requests": runs}, status_code=200 if alive else 503)
 
-    @app.exception_handler(CBWorkerDeadError)
-    async def ended(_: Request, error: CBWorkerDeadError) -> JSONResponse:
-        return error_response(503, str(error))
+    async def refused(_: Request, error: Exception) -> JSONResponse:
+        return error_response(*status_of(error))
 
-    @app.exception_handler(HTTPException)
-    async def refused(_: Request, error: HTTPException) -> JSONResponse:
-        return error_response(error.status_code, str(error.detail))
-
-    @app.exception_handler(CtxextError)
-    async def impossible(_: Request, error: CtxextError) -> JSONResponse:
-        return error_response(400, str(error))
+    for refusing in (CBWorkerDeadError, HTTPException, CtxextError):
+        app.add_exception_handler(refusing, refused)
 
     # 64 bytes a token are more than any text has, and ids with their commas.
     return Gate(app, key, host, max(BODY, 64 * (served.window or 0)), origins)
