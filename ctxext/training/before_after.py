@@ -16,7 +16,7 @@ from ctxext.evaluation import passkey
 from ctxext.evaluation.perplexity import PerplexityPlan, inside_survey, make_plan, prepare
 from ctxext.evaluation.perplexity_result import POSITIONS, PerplexityReading, PerplexityResult
 from ctxext.evaluation.trials import trials_of
-from ctxext.files import read_json, write_json
+from ctxext.files import JsonObject, read_json, write_json
 from ctxext.measuring.checkpoint import DTYPES, Checkpoint
 from ctxext.measuring.survey import Survey
 from ctxext.progress import StageBar, terminal
@@ -53,7 +53,7 @@ class BeforeAndAfter:
             losses = survey.losses()
             self.inside = [losses[job.key] for job in survey.jobs]
 
-    def before(self, model: nn.Module, path: Path) -> dict[str, Any]:
+    def before(self, model: nn.Module, path: Path) -> JsonObject:
         """Measure, or read the same measurement from ``path``, kept there before the run was interrupted."""
         asked = self.settings.evaluation.model_dump() | {"format": PerplexityResult.FORMAT, "judged": passkey.JUDGED}
         # A run that was killed before its first checkpoint leaves its directory to a new run, perhaps a different one.
@@ -62,7 +62,7 @@ class BeforeAndAfter:
         if self.plan is not None:
             asked["of"]["corpus"] = self.corpus.sha256
         if path.is_file() and (stored := read_json(path)).get("evaluation") == asked:
-            earlier: dict[str, Any] = stored["found"]
+            earlier: JsonObject = stored["found"]
             return earlier
         results = self.measure(model)
         if PartialState().is_main_process:
@@ -70,7 +70,7 @@ class BeforeAndAfter:
         return results
 
     @torch.no_grad()
-    def measure(self, model: nn.Module) -> dict[str, Any]:
+    def measure(self, model: nn.Module) -> JsonObject:
         """Measure as the settings say; return plain JSON values: ``perplexity`` (with its ``answer``) and ``passkey``.
 
         Args:
@@ -78,7 +78,7 @@ class BeforeAndAfter:
         """
         evaluation = self.settings.evaluation
         model.eval()
-        results: dict[str, Any] = {}
+        results: JsonObject = {}
         now = Checkpoint(self.checkpoint.name, model, self.checkpoint.tokenizer, self.checkpoint.dtype_note)
         if self.plan is not None:
             # The original's losses inside the window come from the start: training changes the only model in memory.
@@ -136,22 +136,19 @@ class BeforeAndAfter:
         jobs = survey.begin()
         console = terminal(stderr=True, quiet=not PartialState().is_main_process)
         console.print(f"Measuring: {len(jobs)} readings of long texts.")
-        with self._arithmetic(), StageBar(console, sum(job.cost for job in jobs)) as progress:
+        # As in training: trained weights are float32 and compute in the model's own dtype.
+        dtype, device = self.settings.dtype, self.checkpoint.subject.model.device.type
+        arithmetic = torch.autocast(device, dtype=DTYPES[dtype], enabled=dtype != "fp32")
+        with arithmetic, StageBar(console, sum(job.cost for job in jobs)) as progress:
             survey.measure(jobs, progress=progress)
 
-    def _arithmetic(self) -> torch.autocast:
-        """Return the autocast of training: trained weights are float32 and compute in the model's own dtype."""
-        dtype = self.settings.dtype
-        device = self.checkpoint.subject.model.device.type
-        return torch.autocast(device, dtype=DTYPES[dtype], enabled=dtype != "fp32")
 
-
-def _extension(measurement: dict[str, Any]) -> PerplexityReading | None:
+def _extension(measurement: JsonObject) -> PerplexityReading | None:
     """Return the reading of the extended model; None if perplexity was not measured."""
     return PerplexityResult.from_dict(measurement["perplexity"]).extension if "perplexity" in measurement else None
 
 
-def summary(measurement: dict[str, Any]) -> str:
+def summary(measurement: JsonObject) -> str:
     """Summarise a measurement in a few sentences; return an empty text if nothing was measured."""
     sentences = []
     if (extension := _extension(measurement)) is not None:
@@ -165,7 +162,7 @@ def summary(measurement: dict[str, Any]) -> str:
     return " ".join(sentences)
 
 
-def gain(measurement: dict[str, Any]) -> Gain:
+def gain(measurement: JsonObject) -> Gain:
     """Return the loss minus the best truncation's, by positions; empty if it was not measured."""
     extension = _extension(measurement)
     scores = extension.at(POSITIONS) if extension is not None else ()

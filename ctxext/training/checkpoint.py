@@ -80,8 +80,7 @@ def load_base(settings: Settings, device: torch.device, *, tokenizer: Any = None
         return _load_plain(settings, device, tokenizer=tokenizer)
     dtype = torch.bfloat16 if settings.dtype == "bf16" else torch.float32
     packed = BitsAndBytesConfig(**four_bits(settings.quantisation, dtype))
-    on_device = {"quantization_config": packed, "device_map": {"": device}}
-    loaded = _load_plain(settings, device, tokenizer=tokenizer, **on_device)
+    loaded = _load_plain(settings, device, tokenizer=tokenizer, quantization_config=packed, device_map={"": device})
     return replace(loaded, dtype_note=f"{settings.quantisation}, computed in {settings.dtype}")
 
 

@@ -17,7 +17,7 @@ from ctxext.core.edits import Edits
 from ctxext.core.saved import checked_extension, differences
 from ctxext.core.subject import Subject
 from ctxext.errors import CheckpointError, InvalidParameterError, PatchStateError
-from ctxext.files import digest, read_json, write_json
+from ctxext.files import JsonObject, digest, read_json, write_json
 from ctxext.training.sequences import Sequences
 from ctxext.training.settings import Settings, checked_settings
 
@@ -136,9 +136,9 @@ def saving(output: str | Path) -> Iterator[None]:
         raise CheckpointError(f"Saving failed: {str(error).rstrip('.')}. {rest}") from error
 
 
-def _flat(settings: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+def _flat(settings: JsonObject, prefix: str = "") -> JsonObject:
     """Map dotted names to values."""
-    flat: dict[str, Any] = {}
+    flat: JsonObject = {}
     for key, value in settings.items():
         nested = isinstance(value, dict) and key != "parameters"
         flat |= _flat(value, f"{prefix}{key}.") if nested else {prefix + key: value}
@@ -163,7 +163,7 @@ class ExtensionCallback(TrainerCallback, ExportableState):  # type: ignore[misc]
     """
 
     def __init__(self, model: nn.Module | None = None) -> None:
-        self.extension: dict[str, Any] | None = None
+        self.extension: JsonObject | None = None
         self.encoding: str | None = None
         self._subject: Subject | None = None
         if model is not None:
@@ -174,7 +174,7 @@ class ExtensionCallback(TrainerCallback, ExportableState):  # type: ignore[misc]
         self.extension = subject.saved
         return subject
 
-    def state(self) -> dict[str, Any]:
+    def state(self) -> JsonObject:
         """Return the state that the Trainer stores in ``trainer_state.json``."""
         if self._subject is not None:  # the model may have been extended further since
             self.extension = self._subject.saved
@@ -211,7 +211,7 @@ class ExtensionCallback(TrainerCallback, ExportableState):  # type: ignore[misc]
             )
 
 
-def _name(extension: dict[str, Any] | None) -> str:
+def _name(extension: JsonObject | None) -> str:
     if extension is None:
         return "not extended"
     method = extension["method"]

@@ -8,7 +8,7 @@ import itertools
 from collections.abc import Sequence
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 from transformers import TrainerCallback
 
 from ctxext.core import patching
@@ -20,7 +20,7 @@ from ctxext.methods.parameters import MOST_TOKENS
 from ctxext.training.documents import TokenisedDocuments
 from ctxext.training.lora import encodings
 from ctxext.training.memory import Memory
-from ctxext.training.sequences import PackedSequences, Sequences, TrainingSequences
+from ctxext.training.sequences import Item, PackedSequences, Sequences, TrainingSequences
 from ctxext.training.settings import ExtensionSettings, Settings
 
 
@@ -82,7 +82,7 @@ class StagedSequences(Sequences):
     def __len__(self) -> int:
         return self._stops[-1]
 
-    def __getitem__(self, index: int) -> dict[str, Tensor]:
+    def __getitem__(self, index: int) -> Item:
         """Return the item of the stage that the index lies in."""
         part, place = self._place(index)
         item = part[place]
@@ -134,30 +134,28 @@ class Curriculum(TrainerCallback):  # type: ignore[misc]
         self._stops = list(itertools.accumulate(steps for steps, _, _ in stages))
         self._current = self.extensions[-1]
         patched = patched_state(self.base)
-        if len(stages) > 1 and patched is not None and patched.method.dynamic:
+        if len(stages) == 1 or patched is None:
+            return
+        if patched.method.dynamic:
             raise IncompatibleError(
                 f"{patched.method.name} follows the length of the text by itself; stages of it have nothing to change. "
                 f"Leave out the stages."
             )
-        if len(stages) > 1 and patched is not None and encodings(self.base):
+        if encodings(self.base):
             raise IncompatibleError(
                 f"{patched.method.name} brings weights of its own, and a change of stages would put new ones in their "
                 f"place, which no optimiser has. Leave out the stages."
             )
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Set the extension of the first step's stage, also after a resume."""
-        self._extend(state.global_step)
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Set the extension of the next step, before a checkpoint is written."""
-        self._extend(state.global_step)
-
-    def _extend(self, step: int) -> None:
-        wanted = self.extensions[min(bisect.bisect_right(self._stops, step), len(self.extensions) - 1)]
+        """Set the extension of the next step's stage, also after a resume."""
+        stage = min(bisect.bisect_right(self._stops, state.global_step), len(self.extensions) - 1)
+        wanted = self.extensions[stage]
         if wanted is not self._current:
             self.held.close()
             patching.unpatch(self.base)
             patching.patch(self.base, wanted.method, **wanted.arguments())
             self.held = self.memory.apply(self.base)
             self._current = wanted
+
+    on_step_end = on_train_begin  # before a checkpoint is written

@@ -13,6 +13,7 @@ from jaxtyping import Bool, Int
 from torch import Tensor
 
 from ctxext.errors import CheckpointError, CtxextError, InvalidParameterError
+from ctxext.files import JsonObject
 from ctxext.texts.corpus import special_prefix, tokenise
 from ctxext.texts.documents import files_of, is_saved, read_documents
 
@@ -111,7 +112,7 @@ class TokenisedDocuments:
         return cls(rows, rows["name"], lengths, special_prefix(tokenizer), rows["answered"])
 
 
-def _rows(tokenizer: Any, asked: dict[str, Any]) -> Iterator[dict[str, Any]]:
+def _rows(tokenizer: Any, asked: JsonObject) -> Iterator[dict[str, Any]]:
     """Yield one row per document."""
     total = 0
     for document in read_documents(asked["sources"], split=asked["split"], column=asked["column"]):
@@ -130,12 +131,13 @@ def _rows(tokenizer: Any, asked: dict[str, Any]) -> Iterator[dict[str, Any]]:
         raise InvalidParameterError(f"No document with any text in it was found in {', '.join(asked['sources'])}.")
 
 
-def _fingerprint(asked: dict[str, Any], tokenizer: Any) -> str:
+def _fingerprint(asked: JsonObject, tokenizer: Any) -> str:
     """Compute a hash of the files, the options of reading, the tokenizer, and the columns that are kept."""
-    files = []
-    for source in asked["sources"]:
-        for file in _files(Path(source), asked["column"], asked["split"]):
-            files.append([str(file.resolve()), file.stat().st_size, file.stat().st_mtime_ns])
+    files = [
+        [str(file.resolve()), file.stat().st_size, file.stat().st_mtime_ns]
+        for source in asked["sources"]
+        for file in _files(Path(source), asked["column"], asked["split"])
+    ]
     vocabulary = tokenizer.backend_tokenizer.to_str() if tokenizer.is_fast else sorted(tokenizer.get_vocab().items())
     said = [type(tokenizer).__name__, tokenizer.chat_template, str(tokenizer.special_tokens_map)]  # templates use them
     content = json.dumps([asked, files, vocabulary, *said, "as written"])

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import nn
 from transformers import DataCollatorForLanguageModeling
 
 from ctxext.core.subject import Subject
@@ -21,7 +21,7 @@ from ctxext.errors import IncompatibleError, InvalidParameterError
 from ctxext.models import find_architecture
 from ctxext.models.table import LearnedTable
 from ctxext.texts.corpus import special_prefix, special_suffix
-from ctxext.training.sequences import IGNORED, DerivedSequences, Sequences
+from ctxext.training.sequences import IGNORED, DerivedSequences, Item, Sequences, are_alike, random_tokens
 
 READ = 16  # tokens that show at which positions a model reads
 
@@ -48,7 +48,7 @@ class MaskedSequences(DerivedSequences):
         self.front, self.back = len(special_prefix(tokenizer)), torch.tensor(special_suffix(tokenizer))
         self.masking = DataCollatorForLanguageModeling(tokenizer, mlm_probability=share)
 
-    def __getitem__(self, index: int) -> dict[str, Tensor]:
+    def __getitem__(self, index: int) -> Item:
         """Return ``input_ids``, ``labels``, ``attention_mask``, ``index``, and with a shift ``position_ids``."""
         item = self.whole[index]
         ids = item["input_ids"].clone()
@@ -85,11 +85,8 @@ def shift_of(model: nn.Module) -> int:
     subject = Subject.of(model)
     base, architecture = subject.model, find_architecture(subject)
     firsts = [table.first for table in architecture.tables(subject)] if isinstance(architecture, LearnedTable) else []
-    generator = torch.Generator().manual_seed(0)
-    known = subject.ordinary_tokens
-    ids = known[torch.randint(len(known), (1, READ), generator=generator)].to(base.device)
+    ids = random_tokens(subject, 1, READ)
     chosen = base(input_ids=ids).logits
-    near = 1e-4 * chosen.abs().max().item()
     positions = torch.arange(READ, device=base.device)[None]
     gap = (positions >= READ // 2) * READ
     for shift in dict.fromkeys([0, *firsts]):
@@ -97,9 +94,7 @@ def shift_of(model: nn.Module) -> int:
             given, moved = (base(input_ids=ids, position_ids=at + shift).logits for at in (positions, positions + gap))
         except (TypeError, IndexError, RuntimeError):
             continue
-        if torch.allclose(given, chosen, rtol=0.0, atol=near) and not torch.allclose(
-            moved, chosen, rtol=0.0, atol=near
-        ):
+        if are_alike(given, chosen, within=1e-4) and not are_alike(moved, chosen, within=1e-4):
             return shift
     raise IncompatibleError(
         f"{type(base).__name__} cannot be told at which positions its tokens stand, so that it has no skip-wise ones. "

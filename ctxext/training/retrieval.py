@@ -21,7 +21,7 @@ from torch import Tensor
 
 from ctxext.texts.corpus import special_prefix, tokens_behind
 from ctxext.texts.haystack import inserted
-from ctxext.training.sequences import IGNORED, DerivedSequences, Sequences
+from ctxext.training.sequences import IGNORED, DerivedSequences, Item, Sequences
 from ctxext.training.settings import RETRIEVAL, Retrieval
 
 NAMES = (
@@ -38,6 +38,8 @@ CLOSING = " \"'\u201d\u2019)\u00bb\u300d\u300f\uff09"  # what may stand behind t
 
 Insertion = tuple[int, Int[Tensor, " _"]]
 """Index of the token before which to insert, and the tokens to insert."""
+Hidden = tuple[list[Insertion], Tensor, Tensor]
+"""Insertions, the question about one of them, and its answer."""
 
 
 class RetrievalSequences(DerivedSequences):
@@ -62,7 +64,7 @@ class RetrievalSequences(DerivedSequences):
         self.front = len(special_prefix(tokenizer))
         self._ends: dict[int, bool] = {}  # what was asked of tokens; a functools.cache could not be pickled
 
-    def __getitem__(self, index: int) -> dict[str, Tensor]:
+    def __getitem__(self, index: int) -> Item:
         """Return an item of ``whole``, with something to find in its ``input_ids`` and ``labels``."""
         item = self.whole[index]
         return item | (self._found(index, item) or {})
@@ -83,7 +85,7 @@ class RetrievalSequences(DerivedSequences):
         chosen, kind = random.random() < self.share, int(random.integers(len(self.kinds)))
         return self.kinds[kind] if chosen else None, random
 
-    def _found(self, index: int, item: dict[str, Tensor]) -> dict[str, Tensor] | None:
+    def _found(self, index: int, item: Item) -> Item | None:
         """Build ids and labels with something to find; return None if the sequence has none, or no room for it."""
         kind, random = self._drawn(index)
         ids = item["input_ids"]
@@ -92,7 +94,7 @@ class RetrievalSequences(DerivedSequences):
         made = {"keys": self._keys, "copies": self._copies, "chains": self._chains}[kind](ids, random)
         return None if made is None else self._placed(item, *made)
 
-    def _keys(self, ids: Tensor, random: np.random.Generator) -> tuple[list[Insertion], Tensor, Tensor] | None:
+    def _keys(self, ids: Tensor, random: np.random.Generator) -> Hidden | None:
         count = int(random.integers(1, LOCKERS, endpoint=True))
         names, numbers = self._names(count, random), random.integers(10_000, 100_000, size=count).tolist()
         facts = [self._tokens(f" The locker of {name} opens with {n}.") for name, n in zip(names, numbers, strict=True)]
@@ -101,7 +103,7 @@ class RetrievalSequences(DerivedSequences):
         asked = self._tokens(f"\n\nWhich number opens the locker of {names[wanted]}? It is")
         return list(zip(places, facts, strict=True)), asked, self._tokens(f" {numbers[wanted]}.")
 
-    def _chains(self, ids: Tensor, random: np.random.Generator) -> tuple[list[Insertion], Tensor, Tensor] | None:
+    def _chains(self, ids: Tensor, random: np.random.Generator) -> Hidden | None:
         links = int(random.integers(1, LINKS, endpoint=True))
         names = self._names(CHAINS * (links + 1), random)
         numbers = random.integers(10_000, 100_000, size=CHAINS).tolist()
@@ -117,7 +119,7 @@ class RetrievalSequences(DerivedSequences):
         asked = self._tokens(f"\n\nWhich number does {last} know in the end? It is")
         return sorted(insertions, key=lambda insertion: insertion[0]), asked, self._tokens(f" {numbers[wanted]}.")
 
-    def _copies(self, ids: Tensor, random: np.random.Generator) -> tuple[list[Insertion], Tensor, Tensor] | None:
+    def _copies(self, ids: Tensor, random: np.random.Generator) -> Hidden | None:
         size = int(random.integers(*PASSAGE, endpoint=True))
         lead = self._tokens("\n\nOnce more, what was said above:\n")
         room = len(ids) - self.front - 2 * size - len(lead)
@@ -127,9 +129,7 @@ class RetrievalSequences(DerivedSequences):
         passage = ids[start : start + size]
         return [], torch.cat([lead, passage[:BEGINNING]]), passage[BEGINNING:]
 
-    def _placed(
-        self, item: dict[str, Tensor], insertions: Sequence[Insertion], asked: Tensor, answer: Tensor
-    ) -> dict[str, Tensor] | None:
+    def _placed(self, item: Item, insertions: Sequence[Insertion], asked: Tensor, answer: Tensor) -> Item | None:
         """Build ids and labels of the same length with insertions, question and answer; return None without room."""
         ids, labels = item["input_ids"], item["labels"]
         jumps = (item["position_ids"].diff() != 1).nonzero().flatten().tolist()

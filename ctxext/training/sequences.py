@@ -28,20 +28,22 @@ IGNORED = -100
 """Label of a token without a loss, as everywhere in transformers."""
 
 Positions = Literal["consecutive", "pose"]
+Item = dict[str, Tensor]
+"""One training sequence: its ``input_ids``, ``labels``, ``position_ids`` and more, by name."""
 
 
 LEAST = 2
 """Tokens of a stretch of text: one to predict, and one to predict it from where nothing stands in front."""
 
 
-class Sequences(Dataset[dict[str, Tensor]]):
+class Sequences(Dataset[Item]):
     """Data of a run: a known number of items, each a function of its number alone."""
 
     @abstractmethod
     def __len__(self) -> int: ...
 
     @abstractmethod
-    def __getitem__(self, index: int) -> dict[str, Tensor]:
+    def __getitem__(self, index: int) -> Item:
         """Return ``input_ids``, ``labels``, ``position_ids``, each [length], and ``index``."""
 
     @abstractmethod
@@ -67,7 +69,7 @@ class DerivedSequences(Sequences):
     def __len__(self) -> int:
         return len(self.whole) - self.start
 
-    def __getitem__(self, index: int) -> dict[str, Tensor]:
+    def __getitem__(self, index: int) -> Item:
         self.require_index(index)
         return self.whole[self.start + index]
 
@@ -165,7 +167,7 @@ class TrainingSequences(CutSequences):
                 f"data.length{' and data.shortest' if self.shortest else ''}."
             )
 
-    def __getitem__(self, index: int) -> dict[str, Tensor]:
+    def __getitem__(self, index: int) -> Item:
         """Return ``input_ids``, ``labels``, ``position_ids``, ``attention_mask``, each [length], and ``index``."""
         document, start, split, text_gap, gap = self.plan(index)
         tokens = self.documents.tokens
@@ -228,6 +230,8 @@ def _cut(lengths: tuple[int, ...], read: int, seed: int, epoch: int) -> Int[np.n
 
 # A stretch of one document: its number, first token, and the token after its last.
 Stretch = tuple[int, int, int]
+# The stretches of each sequence.
+Packing = list[list[Stretch]]
 
 
 @dataclass(eq=False, repr=False, kw_only=True)
@@ -268,7 +272,7 @@ class PackedSequences(CutSequences):
         # First sequence of each epoch looked at so far; how many an epoch has depends on what was drawn for it.
         self._starts = [0]
 
-    def __getitem__(self, index: int) -> dict[str, Tensor]:
+    def __getitem__(self, index: int) -> Item:
         """Return ``input_ids``, ``labels``, ``position_ids``, each [length], and ``index``."""
         front = torch.tensor(self.documents.prefix, dtype=torch.long)
         ids, labels, positions = [], [], []
@@ -317,18 +321,18 @@ class PackedSequences(CutSequences):
             f"{learned if used else ''}{self.left_out}"
         )
 
-    def _epoch(self, epoch: int) -> list[list[Stretch]]:
+    def _epoch(self, epoch: int) -> Packing:
         return _packed(self.lengths, self.whole, self.length, len(self.documents.prefix), self.seed, epoch)
 
 
 @lru_cache(maxsize=2)
 def _packed(
     lengths: tuple[int, ...], uncut: tuple[bool, ...], length: int, prefix: int, seed: int, epoch: int
-) -> list[list[Stretch]]:
+) -> Packing:
     """Return the sequences of one epoch, in reading order."""
     random = np.random.default_rng([seed, 2, epoch])
     read = length - prefix
-    whole: list[list[Stretch]] = []
+    whole: Packing = []
     left: list[Stretch] = []
     conversations: list[Stretch] = []
     for document, tokens in enumerate(lengths):
@@ -348,9 +352,9 @@ def _packed(
     return [sequences[place] for place in random.permutation(len(sequences))]
 
 
-def _filled(stretches: Sequence[Stretch], length: int, prefix: int) -> list[list[Stretch]]:
+def _filled(stretches: Sequence[Stretch], length: int, prefix: int) -> Packing:
     """Fill sequences with stretches one after the other; drop the last sequence if it is not full."""
-    sequences: list[list[Stretch]] = []
+    sequences: Packing = []
     current: list[Stretch] = []
     room = length
     for document, start, stop in stretches:
@@ -364,9 +368,9 @@ def _filled(stretches: Sequence[Stretch], length: int, prefix: int) -> list[list
     return sequences
 
 
-def _fitted(stretches: Sequence[Stretch], length: int) -> list[list[Stretch]]:
+def _fitted(stretches: Sequence[Stretch], length: int) -> Packing:
     """Put each stretch, uncut, into the sequence with the least room that is enough (best fit)."""
-    sequences: list[list[Stretch]] = []
+    sequences: Packing = []
     rooms: list[tuple[int, int]] = []  # tokens left, and the number of the sequence, in ascending order
     for document, start, stop in stretches:
         place = bisect.bisect_left(rooms, (stop - start, 0))
@@ -379,22 +383,32 @@ def _fitted(stretches: Sequence[Stretch], length: int) -> list[list[Stretch]]:
     return sequences
 
 
+def random_tokens(subject: Subject, *shape: int) -> Int[Tensor, "texts tokens"]:
+    """Draw ordinary tokens, the same in every call, onto the device of a model."""
+    known, generator = subject.ordinary_tokens, torch.Generator().manual_seed(0)
+    return known[torch.randint(len(known), shape, generator=generator)].to(subject.model.device)
+
+
+def are_alike(logits: Tensor, expected: Tensor, *, within: float) -> bool:
+    """Return whether no logit differs from the one expected by more than this share of the largest of those."""
+    return torch.allclose(logits, expected, rtol=0.0, atol=within * expected.abs().max().item())
+
+
 def require_separate(model: nn.Module) -> None:
     """Check that a model keeps packed documents apart, by changing the first and comparing the second.
 
     Raises:
         IncompatibleError: if the logits of the second document change with the first.
     """
-    subject, generator = Subject.of(model), torch.Generator().manual_seed(0)
-    base, known = subject.model, subject.ordinary_tokens
-    first, changed, second = known[torch.randint(len(known), (3, 16), generator=generator)].to(base.device)
+    subject = Subject.of(model)
+    base, (first, changed, second) = subject.model, random_tokens(subject, 3, 16)
     positions = torch.arange(16, device=base.device).repeat(2)[None]
     with torch.no_grad(), gathering(base):
         ours, theirs = (
             base(torch.cat([before, second])[None], position_ids=positions, use_cache=False).logits[0, 16:]
             for before in (first, changed)
         )
-    if not torch.allclose(ours, theirs, rtol=0.0, atol=1e-3 * ours.abs().max().item()):
+    if not are_alike(theirs, ours, within=1e-3):
         raise IncompatibleError(
             f"{type(base).__name__} with attention {attention_of(subject)!r} does not keep packed documents "
             f"apart: the second changes with the first. Use data.positions=consecutive."
@@ -408,15 +422,14 @@ def require_gaps(model: nn.Module) -> None:
         IncompatibleError: if the logits are the same, as without positions.
     """
     subject, places = Subject.of(model), torch.arange(16)
-    base, known = subject.model, subject.ordinary_tokens
-    ids = known[torch.randint(len(known), (1, 16), generator=torch.Generator().manual_seed(0))].to(base.device)
+    base, ids = subject.model, random_tokens(subject, 1, 16)
     whole = torch.ones_like(ids)  # without a mask, transformers takes a gap for the border of two documents
     with torch.no_grad(), gathering(base):
         plain, apart = (
             base(ids, attention_mask=whole, position_ids=positions[None].to(base.device), use_cache=False).logits
             for positions in (places, places + places.ge(8) * 16)
         )
-    if torch.allclose(plain, apart, rtol=0.0, atol=1e-6 * plain.abs().max().item()):
+    if are_alike(apart, plain, within=1e-6):
         raise IncompatibleError(
             f"This {type(base).__name__} computes the same whatever gaps its positions have, so data.positions=pose "
             f"would teach it no distance. Use data.positions=consecutive."

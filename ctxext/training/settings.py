@@ -11,7 +11,7 @@ import re
 import typing
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 import yaml
 from pydantic import (
@@ -32,7 +32,12 @@ from ctxext.texts.documents import require_sources
 Retrieval = Literal["keys", "copies", "chains"]
 RETRIEVAL: tuple[Retrieval, ...] = ("keys", "copies", "chains")
 OneOrMore = BeforeValidator(lambda value: [value] if isinstance(value, str | int | float) else value)
+Value = TypeVar("Value")
+Several = Annotated[list[Value], OneOrMore, Field(min_length=1)]
 Share = Annotated[float, Field(ge=0, le=1)]
+Factor = Annotated[float, Field(ge=1)]
+Count = Annotated[int, Field(ge=1)]
+Natural = Annotated[int, Field(ge=0)]
 
 
 class Section(BaseModel):
@@ -71,9 +76,9 @@ class ExtensionSettings(Section):
     """
 
     method: str
-    factor: float | None = Field(None, ge=1)
-    target_length: int | None = Field(None, ge=1)
-    trained_length: int | None = Field(None, ge=1)
+    factor: Factor | None = None
+    target_length: Count | None = None
+    trained_length: Count | None = None
     sliding_window: Literal["lift", "keep"] | None = None
     scaling: Literal["extend", "replace"] | None = None
     attention: str | None = None
@@ -126,16 +131,16 @@ class Data(Section):
             question for one), ``copies`` (a passage to repeat), ``chains`` (numbers handed on from name to name).
     """
 
-    train: Annotated[list[str], OneOrMore, Field(min_length=1)]
+    train: Several[str]
     split: str | None = None
     column: str | None = None
-    tokens: int | None = Field(None, ge=1)
+    tokens: Count | None = None
     length: int = Field(ge=4)
     positions: Literal["consecutive", "pose", "packed"] = "consecutive"
-    shortest: int | None = Field(default=None, ge=1)
-    masked: float | None = Field(default=None, gt=0, lt=1)
+    shortest: Count | None = None
+    masked: float | None = Field(None, gt=0, lt=1)
     retrieval: Share = 0.0
-    retrieval_kinds: Annotated[list[Retrieval], OneOrMore, Field(min_length=1)] = list(RETRIEVAL)
+    retrieval_kinds: Several[Retrieval] = list(RETRIEVAL)
 
     @model_validator(mode="after")
     def _retrieval_in_one_text(self) -> Data:
@@ -156,10 +161,10 @@ class Stage(Section):
         length: tokens of a sequence; None takes ``data.length``.
     """
 
-    steps: int = Field(ge=1)
-    factor: float | None = Field(default=None, ge=1)
-    target_length: int | None = Field(default=None, ge=1)
-    length: int | None = Field(default=None, ge=4)
+    steps: Count
+    factor: Factor | None = None
+    target_length: Count | None = None
+    length: int | None = Field(None, ge=4)
 
     _one_of_both = model_validator(mode="after")(_factor_or_length)
 
@@ -178,10 +183,10 @@ class Lora(Section):
             alpha and dropout then have no effect. It takes float32 weights, gradients and Adam states of all targets.
     """
 
-    rank: int = Field(default=16, ge=1)
+    rank: Count = 16
     alpha: float = Field(default=32.0, gt=0)
     dropout: float = Field(default=0.0, ge=0, lt=1)
-    targets: Annotated[list[Literal["attention", "mlp"]], OneOrMore, Field(min_length=1)] = ["attention", "mlp"]
+    targets: Several[Literal["attention", "mlp"]] = ["attention", "mlp"]
     norms: bool = True
     embeddings: bool = True
     whole: bool = False
@@ -207,17 +212,17 @@ class TrainingSettings(Section):
         keep: number of checkpoints that stay; at least 2, so that a run killed while saving has one to resume from.
     """
 
-    steps: int = Field(ge=1)
-    batch: int = Field(1, ge=1)
-    accumulation: int = Field(1, ge=1)
+    steps: Count
+    batch: Count = 1
+    accumulation: Count = 1
     learning_rate: float = Field(gt=0)
     embedding_learning_rate: float | None = Field(None, gt=0)
     schedule: Literal["cosine", "constant"] = "cosine"
-    warmup: int = Field(0, ge=0)
+    warmup: Natural = 0
     weight_decay: float = Field(0.0, ge=0)
     clip: float = Field(1.0, ge=0)
-    log_every: int = Field(1, ge=1)
-    checkpoint_every: int = Field(25, ge=1)
+    log_every: Count = 1
+    checkpoint_every: Count = 25
     keep: int = Field(2, ge=2)
 
 
@@ -237,11 +242,11 @@ class MemorySettings(Section):
             SmolLM2-135M) is nearly as fast as None, which keeps all that glibc keeps.
     """
 
-    loss_chunk: int | None = Field(default=1024, ge=1)
+    loss_chunk: Count | None = 1024
     checkpointing: bool = True
     save_attention: bool = False
     offload: bool = False
-    mlp_tile: int | None = Field(default=None, ge=1)
+    mlp_tile: Count | None = None
     return_freed: int | None = Field(default=1, ge=1, le=32)
 
     @model_validator(mode="after")
@@ -276,13 +281,13 @@ class Evaluation(Section):
     text: Annotated[list[str], OneOrMore] = []
     split: str | None = None
     column: str | None = None
-    documents: int | None = Field(default=None, ge=1)
-    skip: int = Field(default=0, ge=0)
+    documents: Count | None = None
+    skip: Natural = 0
     lengths: Annotated[list[Annotated[int, Field(ge=2)]], OneOrMore] = []
     window: int | None = Field(default=None, ge=2)
-    passkey_lengths: Annotated[list[Annotated[int, Field(ge=1)]], OneOrMore] = []
-    passkey_depths: Annotated[list[Share], OneOrMore, Field(min_length=1)] = [0.1, 0.3, 0.5, 0.7, 0.9]
-    passkey_trials: int = Field(default=1, ge=1)
+    passkey_lengths: Annotated[list[Count], OneOrMore] = []
+    passkey_depths: Several[Share] = [0.1, 0.3, 0.5, 0.7, 0.9]
+    passkey_trials: Count = 1
 
     @model_validator(mode="after")
     def _window_among_lengths(self) -> Evaluation:
@@ -315,7 +320,7 @@ class Settings(Section):
     checkpoint: str | None = None
     dtype: Literal["auto", "bf16", "fp32"] = "auto"
     output: str
-    seed: int = Field(0, ge=0)
+    seed: Natural = 0
     merge: bool = False
     device: Literal["auto", "cpu", "cuda"] = "auto"
     quantisation: Literal["nf4"] | None = None
@@ -400,7 +405,7 @@ def read_settings(path: str | Path, overrides: Sequence[str] = ()) -> Settings:
         raise InvalidParameterError(f"{path} is not valid YAML: {error}") from error
     if not isinstance(values, dict):
         raise InvalidParameterError(f"{path} must hold settings by name, found {type(values).__name__}.")
-    for path_of_key, value in _gathered(overrides):
+    for path_of_key, value in _gathered(overrides).items():
         _put(values, path_of_key, value)
     return checked_settings(values, str(path))
 
@@ -482,7 +487,7 @@ def _value(text: str) -> Any:
     return text if isinstance(value, str) and text[:1] not in "\"'|>!&*" else value
 
 
-def _gathered(overrides: Sequence[str]) -> list[tuple[list[str], Any]]:
+def _gathered(overrides: Sequence[str]) -> dict[tuple[str, ...], Any]:
     """Return the full names on a command line with their values, the values of a repeated list joined."""
     values: dict[tuple[str, ...], Any] = {}
     spelled: dict[tuple[str, ...], str] = {}
@@ -499,7 +504,7 @@ def _gathered(overrides: Sequence[str]) -> list[tuple[list[str], Any]]:
         if path in values:
             value = [item for each in (values[path], value) for item in (each if isinstance(each, list) else [each])]
         values[path], spelled[path] = value, key
-    return [(list(path), value) for path, value in values.items()]
+    return values
 
 
 def _put(values: dict[str, Any], path: Sequence[str], value: Any) -> None:

@@ -63,8 +63,9 @@ class LongTrainer(Trainer):  # type: ignore[misc]
         plugin = getattr(self.accelerator.state, "fsdp_plugin", None)
         if plugin is not None and plugin.mixed_precision_policy is not None:
             # accelerate's policy rounds the loss to 16 bits, and adds up the processes' gradients in as many.
-            whole = {"reduce_dtype": torch.float32, "output_dtype": None}
-            plugin.mixed_precision_policy = dataclasses.replace(plugin.mixed_precision_policy, **whole)
+            plugin.mixed_precision_policy = dataclasses.replace(
+                plugin.mixed_precision_policy, reduce_dtype=torch.float32, output_dtype=None
+            )
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
         """Create the Trainer's optimizer, with the embedding's weights in a separate group."""
@@ -75,8 +76,7 @@ class LongTrainer(Trainer):  # type: ignore[misc]
             for group in list(optimizer.param_groups):
                 if any(weight is embedding for weight in group["params"]):
                     group["params"] = [weight for weight in group["params"] if weight is not embedding]
-                    separate = {"params": [embedding], "lr": self.embedding_learning_rate}
-                    optimizer.add_param_group({**group, **separate})
+                    optimizer.add_param_group(group | {"params": [embedding], "lr": self.embedding_learning_rate})
         return optimizer
 
     def train(self, resume_from_checkpoint: str | None = None, **kwargs: Any) -> Any:
