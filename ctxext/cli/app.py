@@ -5,11 +5,10 @@ from __future__ import annotations
 import functools
 import gc
 import io
-import json
 import logging
 import os
 import sys
-from dataclasses import asdict, is_dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -34,6 +33,7 @@ from ctxext.cli.options import (
     Trained,
     Trust,
     grouped,
+    print_json,
 )
 from ctxext.cli.pictures import plot_app, show
 from ctxext.cli.plan import plan
@@ -120,7 +120,7 @@ def inspect(
             if text:
                 raise typer.BadParameter("name the base checkpoint, whose window it is", param_hint="--text")
             description = inspect_adapter(place)
-            _print_json(description) if as_json else typer.echo(str(description))
+            print_json(description) if as_json else typer.echo(str(description))
             return
         folder, location = gguf_inside(checkpoint, {})
         location.pop("quantization_config", None)
@@ -130,7 +130,7 @@ def inspect(
         repeats = repeats_in(text, tokenizer, trained_length or inspection.trained_length) if text else []
     if as_json:
         told = [one._asdict() | {"verdict": one.verdict, "gain": likeness_of(one.share).gain} for one in repeats]
-        _print_json(asdict(inspection) | ({"texts": told} if text else {}))
+        print_json(asdict(inspection) | ({"texts": told} if text else {}))
         return
     said = (["--trained-length", str(trained_length)] if trained_length else []) + ["--trust-remote-code"] * trust
     files = [word for one in text or () for word in ("--text", one)]
@@ -177,7 +177,7 @@ def patch(
             results=None if copy.results is None else read_text(copy.results),
             **extension.arguments(),
         )
-    _print_json(written) if as_json else show_written(written)
+    print_json(written) if as_json else show_written(written)
 
 
 @app.command(cls=StrictCommand)
@@ -222,7 +222,7 @@ def export(
 
     with DelayedBar("copying weights", BarColumn(), DownloadColumn(), after=0.5) as progress:
         made = make(checkpoint, to=to, gguf=gguf, trust_remote_code=trust, progress=progress, **extension.arguments())
-    _print_json(made) if as_json else show_export(made, terminal())
+    print_json(made) if as_json else show_export(made, terminal())
 
 
 for _command in (plan, choose, heads, show, ask, serve, check):
@@ -254,8 +254,3 @@ def demo(*, options: DemoOptions) -> None:
     from ctxext.cli.demo import show as run
 
     run(options)
-
-
-def _print_json(value: Any) -> None:
-    whole = is_dataclass(value) and not isinstance(value, type)
-    typer.echo(json.dumps(asdict(value) if whole else value, indent=2, default=str))

@@ -6,7 +6,7 @@ import contextlib
 import json
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -24,6 +24,7 @@ from ctxext.cli.options import (
     Split,
     grouped,
     option,
+    option_group,
 )
 from ctxext.errors import InvalidParameterError
 from ctxext.files import refuse_as_file
@@ -34,7 +35,7 @@ UNSURE_SAYS = "this model may be too small, or the text may not say"
 SMALL = 10**9  # parameters; smaller models find passages in a text, and understand little of them
 
 
-@dataclass(frozen=True, kw_only=True)
+@option_group
 class AskOptions:
     """Text, questions and length of an answer."""
 
@@ -95,9 +96,11 @@ def ask(
     together = "\n\n".join(f"# {one.name}\n\n{one.text}" if documents[1:] else one.text for one in documents)
     if not together.strip():
         raise InvalidParameterError(f"{', '.join(asked.text)} holds no text to ask about.")
-    if asked.keep is not None and asked.compile:
-        raise InvalidParameterError("--keep writes a cache that grows, and --compile needs a fixed one. Leave one out.")
     if asked.keep is not None:
+        if asked.compile:
+            raise InvalidParameterError(
+                "--keep writes a cache that grows, and --compile needs a fixed one. Leave one out."
+            )
         refuse_as_file(asked.keep)
     if asked.select is not None and (asked.keep is not None or not questions):
         why = "--keep is for a whole text" if asked.keep is not None else "--select chooses by the question"

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import math
-from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
 import typer
@@ -20,6 +18,8 @@ from ctxext.cli.options import (
     TextOptions,
     grouped,
     option,
+    option_group,
+    print_json,
     token_option,
 )
 from ctxext.errors import VerificationError
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from ctxext.serving.check import ServerCheck
 
 
-@dataclass(frozen=True, kw_only=True)
+@option_group
 class AskedOptions:
     """Server to ask, and how far."""
 
@@ -77,7 +77,7 @@ def check(
     with StageBar(terminal(stderr=True), 1.0) as bar:
         found = check_server(client, served.checkpoint.model, served.checkpoint.tokenizer, ids, progress=bar)
     if as_json:
-        typer.echo(json.dumps(asdict(found), indent=2, default=str))
+        print_json(found)
     else:
         show_check(found, terminal())
     if not found.right:

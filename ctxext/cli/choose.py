@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
-
-from rich.progress import BarColumn, MofNCompleteColumn
-from rich.text import Text
 
 from ctxext.cli.eval.common import Session, ending_on_interrupt
 from ctxext.cli.options import (
@@ -20,20 +17,19 @@ from ctxext.cli.options import (
     Trained,
     grouped,
     option,
+    option_group,
     token_option,
 )
 from ctxext.errors import CheckpointError
-from ctxext.progress import DelayedBar
 
 if TYPE_CHECKING:
-    from ctxext.choosing.choose import ChoiceSettings, PlannedChoice
-    from ctxext.choosing.verdict import Choice
+    from ctxext.choosing.choose import ChoiceSettings
 
 # Plays that are read where no text is named: one alone has too few stretches to choose on and to judge on.
 PLAYS = 8
 
 
-@dataclass(frozen=True, kw_only=True)
+@option_group
 class ChoiceOptions:
     """Candidates, length and cost of a choice."""
 
@@ -62,7 +58,7 @@ class ChoiceOptions:
         return ChoiceSettings(target_length=self.target, keys=self.passkey, **given)
 
 
-@dataclass(frozen=True, kw_only=True)
+@option_group
 class ChoiceOutputOptions(OutputOptions):
     """Files that a choice is written to."""
 
@@ -103,18 +99,29 @@ def choose(*, texts: TextOptions, asked: ChoiceOptions, source: SourceOptions, r
         )
     from ctxext.choosing.choose import PlannedChoice
     from ctxext.choosing.report import choice_page
+    from ctxext.measuring.forward import pass_cost
+    from ctxext.measuring.labels import tokens_label
 
     session = Session(source, results)
     # Texts of any length, uncut: the plan divides them into stretches to choose on and to judge on.
     read = texts if texts.text or texts.documents is not None else replace(texts, documents=PLAYS)
     corpus = read.read(session.checkpoint, tokens=2, whole=True)
-    group, folder = session.group, results.folder
 
-    def plan() -> PlannedChoice:
-        with DelayedBar("trying methods", BarColumn(), MofNCompleteColumn(), after=2.0) as trying:
-            return PlannedChoice(session.checkpoint, corpus, asked.settings, folder=folder, group=group, trying=trying)
-
-    choice = _run(session, session.planned(plan))
+    planned = session.planned_by_trying(
+        lambda trying: PlannedChoice(
+            session.checkpoint, corpus, asked.settings, folder=results.folder, group=session.group, trying=trying
+        )
+    )
+    split = planned.split
+    about = (
+        f": {len(planned.candidates)} candidates for {tokens_label(planned.length)} tokens; {len(split.choosing)} "
+        f"stretches of text to choose on, {len(split.held_out)} to judge on, as far as needed."
+    )
+    session.announce(planned.trained, about)
+    total = planned.passes * pass_cost(planned.length, planned.costs.turning_point)
+    with ending_on_interrupt(session.console, planned), session.bar(total) as bar:
+        planned.progress = bar
+        choice = planned.run()
     if not session.group.is_main:  # the processes share the measuring; one of them writes
         return
     results.write(choice, choice_page(choice), session.console)
@@ -132,21 +139,3 @@ def choose(*, texts: TextOptions, asked: ChoiceOptions, source: SourceOptions, r
             sliding_window=asked.sliding_window,
         )
         session.console.print(f"Saved: {results.save}, extended by the choice.", soft_wrap=True)
-
-
-def _run(session: Session, planned: PlannedChoice) -> Choice:
-    from ctxext.measuring.forward import pass_cost
-    from ctxext.measuring.labels import tokens_label
-
-    split, console = planned.split, session.console
-    about = (
-        f", trained to {tokens_label(planned.trained)} tokens, in "
-        f"{planned.checkpoint.dtype_note}: {len(planned.candidates)} candidates for {tokens_label(planned.length)} "
-        f"tokens; {len(split.choosing)} stretches of text to choose on, {len(split.held_out)} to judge on, "
-        f"as far as needed."
-    )
-    console.print(Text.assemble((planned.checkpoint.name, "bold"), about))
-    total = planned.passes * pass_cost(planned.length, planned.costs.turning_point)
-    with ending_on_interrupt(console, planned), session.bar(total) as bar:
-        planned.progress = bar
-        return planned.run()

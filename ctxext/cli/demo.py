@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from jaxtyping import Float, Int
-from rich.console import Console
 from torch import Tensor, nn
 
 from ctxext.cli.eval.common import Session, cost_of, ending_on_interrupt
@@ -24,7 +23,7 @@ from ctxext.core.subject import Subject, cache_argument
 from ctxext.errors import IncompatibleError, InvalidParameterError, printable
 from ctxext.evaluation.report.figures import Figure, Panel, colours_for, draw_grid, paneled, require_matplotlib
 from ctxext.evaluation.report.page import Heading, Page, TextTable
-from ctxext.files import package_folders, parse_json
+from ctxext.files import JsonObject, package_folders, parse_json
 from ctxext.measuring.checkpoint import Checkpoint
 from ctxext.measuring.forward import Progress, follows_length, layers_of, ticking
 from ctxext.measuring.journal import Journal
@@ -68,10 +67,17 @@ def show(options: DemoOptions) -> None:
     console, demo = session.console, session.planned(lambda: plan(session.checkpoint, options))
     with status(terminal(stderr=True), "Timing two layers ..."):
         announcement = demo.announcement(demo.pace())
-    session.announce(demo.checkpoint, demo.trained_length, announcement)
+    session.announce(demo.trained_length, f", {announcement}")
     began = time.perf_counter()
     with ending_on_interrupt(console, demo):
-        _measure(console, demo)
+        pending = demo.begin()
+        console.print(f"{'':<22}perplexity at {span_of(demo)}, and the answer", style="dim")
+        with StageBar(console, cost_of(pending)) as bar:
+            for job in demo.jobs:  # each reading is shown as soon as it is finished
+                demo.measure([one for one in pending if one is job], progress=bar)
+                line = demo.journal.finished()[job.key]
+                end = perplexity_label(math.exp(demo.journal.losses(line).mean().item()))
+                console.print(f"{job.name:<22}{end:>8}  {first_line(line['reply'])}")
     result = demo.result()
     session.results.write(result, result.page, console)
     console.print(f"\n{duration(time.perf_counter() - began)}. Written: {', '.join(map(str, files))}")
@@ -356,20 +362,16 @@ def plan(checkpoint: Checkpoint, options: DemoOptions) -> Demo:
         for reading in found
         if reading.is_candidate or reading.window
     ]
-    measured: dict[str, Any] = {"passage": passage, "length": length, "trained_length": trained}
-    return Demo(DemoResult.made_by, checkpoint, jobs, corpus=corpus, journal=journal, **measured)
-
-
-def _measure(console: Console, demo: Demo) -> None:
-    """Measure, and show each reading as soon as it is finished."""
-    pending = demo.begin()
-    console.print(f"{'':<22}perplexity at {span_of(demo)}, and the answer", style="dim")
-    with StageBar(console, cost_of(pending)) as bar:
-        for job in demo.jobs:
-            demo.measure([one for one in pending if one is job], progress=bar)
-            line = demo.journal.finished()[job.key]
-            end = perplexity_label(math.exp(demo.journal.losses(line).mean().item()))
-            console.print(f"{job.name:<22}{end:>8}  {first_line(line['reply'])}")
+    return Demo(
+        DemoResult.made_by,
+        checkpoint,
+        jobs,
+        corpus=corpus,
+        journal=journal,
+        passage=passage,
+        length=length,
+        trained_length=trained,
+    )
 
 
 def span_of(shown: Demo | DemoResult) -> str:
@@ -411,7 +413,7 @@ class DemoResult:
     text: str
     window: int
     rows: tuple[TextReading, ...]
-    provenance: dict[str, Any]
+    provenance: JsonObject
     made_by: str = "ctxext demo"
 
     @property
@@ -453,7 +455,7 @@ class DemoResult:
         )
         return Page(self.title, [self.figure, table, Heading("What you see"), *sentences(self)])
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> JsonObject:
         """Return plain JSON values."""
         return asdict(self)
 

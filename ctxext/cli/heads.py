@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from ctxext.cli.eval.common import Session
-from ctxext.cli.options import HaystackOptions, OutputOptions, SourceOptions, grouped, option
+from ctxext.cli.options import HaystackOptions, OutputOptions, SourceOptions, grouped, option, option_group
 
 
-@dataclass(frozen=True, kw_only=True)
+@option_group
 class HeadsTextOptions(HaystackOptions):
     """Text that needles are hidden in, and passes of each probe."""
 

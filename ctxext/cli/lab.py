@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -12,7 +11,7 @@ from typer import Option
 from typer.core import TyperGroup
 
 from ctxext.cli.eval.common import ending_on_interrupt
-from ctxext.cli.options import Json, Markdown, StrictCommand, grouped, option
+from ctxext.cli.options import Json, Markdown, StrictCommand, grouped, option, option_group
 from ctxext.files import refuse_read_only
 from ctxext.mistakes import refuse_unknown
 from ctxext.progress import StageBar, terminal
@@ -56,7 +55,7 @@ def methods(as_json: Json = False, markdown: Markdown = False) -> None:
     show_methods(to_train=True, as_json=as_json, markdown=markdown)
 
 
-@dataclass(frozen=True, kw_only=True)
+@option_group
 class LabOptions:
     """Encodings to train, tasks and texts."""
 

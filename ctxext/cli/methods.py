@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 import re
 from collections.abc import Mapping, Sequence
 
@@ -12,6 +11,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from ctxext.cli.options import print_json
 from ctxext.progress import terminal
 from ctxext.recommended import RECOMMENDED
 from ctxext.registry import listed_methods
@@ -65,7 +65,7 @@ def show_methods(*, to_train: bool, as_json: bool, markdown: bool) -> None:
     """Print ``method_rows`` as a terminal's table, JSON or Markdown."""
     rows = method_rows(to_train=to_train)
     if as_json:
-        typer.echo(json.dumps(rows, indent=2))
+        print_json(rows)
     elif markdown:
         typer.echo(methods_markdown(rows))
     else:

@@ -8,9 +8,19 @@ import json
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields, is_dataclass
+from dataclasses import asdict, dataclass, field, fields, is_dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, Protocol, get_type_hints, runtime_checkable
+from typing import (
+    TYPE_CHECKING,
+    Annotated,
+    Any,
+    Literal,
+    Protocol,
+    TypeVar,
+    dataclass_transform,
+    get_type_hints,
+    runtime_checkable,
+)
 
 import typer
 from rich.console import Console
@@ -33,6 +43,7 @@ if TYPE_CHECKING:
     from ctxext.texts.corpus import Corpus
     from ctxext.texts.documents import Document
 
+Group = TypeVar("Group")
 METHOD = ("--method", "-m")
 # How users write the tokens to extend to. A command takes every spelling, and shows the first that it has.
 TARGET = ("--target", "--length", "--target-length")
@@ -120,6 +131,12 @@ def _refuse_files(given: Mapping[str, Any]) -> None:
         GGUFFile(file)
 
 
+def print_json(value: Any) -> None:
+    """Print a value, or the fields of a dataclass, as JSON."""
+    whole = is_dataclass(value) and not isinstance(value, type)
+    typer.echo(json.dumps(asdict(value) if whole else value, indent=2, default=str))
+
+
 def run_script(command: Callable[..., None]) -> None:
     """Run one command as a separate program."""
     app = typer.Typer(add_completion=False, pretty_exceptions_show_locals=False)
@@ -161,6 +178,12 @@ def _options_of(parameter: inspect.Parameter) -> list[inspect.Parameter]:
         kind = Annotated[kind, field_.metadata["option"]] if "option" in field_.metadata else kind
         options.append(parameter.replace(name=field_.name, default=field_.default, annotation=kind))
     return options
+
+
+@dataclass_transform(frozen_default=True, kw_only_default=True)
+def option_group(kind: type[Group]) -> type[Group]:
+    """Make a class a group of options that commands take together; see ``grouped``."""
+    return dataclass(frozen=True, kw_only=True)(kind)
 
 
 def option(says: str, *flags: str, default: Any = None, **more: Any) -> Any:
@@ -239,7 +262,7 @@ Unpatched = Annotated[
 ]
 
 
-@dataclass(frozen=True, kw_only=True)
+@option_group
 class ExtensionOptions:
     """One method, its reach and its parameters.
 
@@ -291,7 +314,7 @@ class ExtensionOptions:
         return arguments | parameters_said(self.param or [])
 
 
-@dataclass(frozen=True, kw_only=True)
+@option_group
 class CopyOptions:
     """Contents of an extended copy of a checkpoint, besides its config."""
 
@@ -311,7 +334,7 @@ class CopyOptions:
     )
 
 
-@dataclass(frozen=True, kw_only=True)
+@option_group
 class MethodOptions:
     """Extensions to measure, and the lengths to measure them at."""
 
@@ -336,7 +359,7 @@ class MethodOptions:
         return {f"{name}s": value for name, value in plural.items()} | others
 
 
-@dataclass(frozen=True, kw_only=True)
+@option_group
 class ReaderOptions(MethodOptions):
     """Readings to ask for things that are hidden in a text; see ``find_readers``."""
 
@@ -348,7 +371,7 @@ class ReaderOptions(MethodOptions):
     sliding_window: SlidingWindow = None
 
 
-@dataclass(frozen=True, kw_only=True)
+@option_group
 class SourceOptions:
     """Checkpoint to measure, and how it is loaded."""
 
@@ -378,7 +401,7 @@ def _require_text(options: TextOptions | HaystackOptions) -> None:
         raise InvalidParameterError(f"{', '.join(said)}: only with --text, of which they say what to read.")
 
 
-@dataclass(frozen=True, kw_only=True)
+@option_group
 class TextOptions:
     """Texts to read, and tokens in front of each."""
 
@@ -420,7 +443,7 @@ class TextOptions:
         )
 
 
-@dataclass(frozen=True, kw_only=True)
+@option_group
 class HaystackOptions:
     """One text, in which things are hidden."""
 
@@ -452,7 +475,7 @@ class HaystackOptions:
         return document
 
 
-@dataclass(frozen=True, kw_only=True)
+@option_group
 class DemoOptions:
     """Methods that the demo compares, the text and the length."""
 
@@ -477,7 +500,7 @@ class Measurement(Protocol):
 ENDINGS = (".json", ".md", ".png")
 
 
-@dataclass(frozen=True, kw_only=True)
+@option_group
 class OutputOptions:
     """Files that a result is written to.
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import json
 import os
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -20,6 +19,7 @@ from ctxext.cli.options import (
     check_output,
     grouped,
     option,
+    option_group,
     token_option,
 )
 from ctxext.errors import CheckpointError, InvalidParameterError
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 plot_app = typer.Typer(no_args_is_help=True, rich_markup_mode="rich")
 
 
-@dataclass(frozen=True, kw_only=True)
+@option_group
 class PictureOptions:
     """The extension of a method, and the file that its picture goes to."""
 
@@ -56,7 +56,7 @@ class PictureOptions:
         return path
 
 
-@dataclass(frozen=True, kw_only=True)
+@option_group
 class RotationOptions:
     """Rotation to draw, from a checkpoint or from numbers."""
 
@@ -90,7 +90,7 @@ class RotationOptions:
         return RopeSpec(rotary_dim=self.rotary_dim, base=self.base, trained_length=trained_length)
 
 
-@dataclass(frozen=True, kw_only=True)
+@option_group
 class ShownOptions:
     """Checkpoint and text that a method is shown on."""
 
@@ -146,7 +146,7 @@ def frequencies(
     _write_picture(output, spectrum_picture(chosen, rope, name))
 
 
-@dataclass(frozen=True, kw_only=True)
+@option_group
 class PositionsOptions(PictureOptions):
     """The extension of methods that remap positions, and the file that the picture goes to."""
 

@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
-import json
 import warnings
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, Literal
 
-import typer
 from rich.console import Console
 
-from ctxext.cli.options import Checkpoint, Dtype, ExtensionOptions, Json, Trust, grouped, option, token_option
+from ctxext.cli.options import (
+    Checkpoint,
+    Dtype,
+    ExtensionOptions,
+    Json,
+    Trust,
+    grouped,
+    option,
+    option_group,
+    print_json,
+    token_option,
+)
 from ctxext.errors import CheckpointError, IncompatibleError, InvalidParameterError, require_package
 from ctxext.progress import terminal
 from ctxext.quantities import parse_bytes
@@ -38,7 +47,7 @@ ROWS = {
 }
 
 
-@dataclass(frozen=True, kw_only=True)
+@option_group
 class PlanOptions:
     """Memory to fill or length to reach, and how the weights are stored."""
 
@@ -65,7 +74,7 @@ class PlanOptions:
     )
 
 
-@dataclass(frozen=True, kw_only=True)
+@option_group
 class TrainedOptions:
     """Weights that are trained; see ``plan_training``."""
 
@@ -74,7 +83,7 @@ class TrainedOptions:
     embeddings: bool = option("Train the embedding too.", default=True)
 
 
-@dataclass(frozen=True, kw_only=True)
+@option_group
 class MemoryOptions:
     """Storage of activations; see ``Memory``."""
 
@@ -150,7 +159,7 @@ def plan(
     if as_json:
         about = {"checkpoint": checkpoint, "dtype": dtype, "memory": size}
         beside = {"reach": reach, "stored_as": stored and stored.method}
-        typer.echo(json.dumps(about | {name: _as_json(made, size) for name, made in plans.items()} | beside, indent=2))
+        print_json(about | {name: _as_json(made, size) for name, made in plans.items()} | beside)
         return
     console = terminal(soft_wrap=True)
     parts = [checkpoint, extension.method, dtype, asked.quantisation]

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
-from ctxext.cli.options import COMPILE_SAYS, ExtensionOptions, SourceOptions, grouped, option, token_option
+from ctxext.cli.options import (
+    COMPILE_SAYS,
+    ExtensionOptions,
+    SourceOptions,
+    grouped,
+    option,
+    option_group,
+    token_option,
+)
 from ctxext.errors import InvalidParameterError, require_package
 from ctxext.progress import terminal
 
 
-@dataclass(frozen=True, kw_only=True)
+@option_group
 class ServerOptions:
     """Address of the server, and key of its clients."""
 

@@ -87,7 +87,7 @@ class Asking(Session):
         survey = Survey(f"ctxext eval {kind.KIND}", self.checkpoint, jobs, journal=self.journal, group=self.group)
         lengths = all_of(list(map(tokens_label, self.lengths)))
         trained = self.readers[0].readings.trained_length
-        self.announce(self.checkpoint, trained, f"is asked at {lengths} tokens, {where}.")
+        self.announce(trained, f", is asked at {lengths} tokens, {where}.")
         self.console.print(f"Readings: {all_of([reader.reading.label for reader in self.readers])}.")
         self.measure(survey)
         self.finish(kind.of(survey, self.provenance(self.document, seed), **about), page)

@@ -9,11 +9,12 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar, runtime_checkable
 
 import typer
 from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn
 from rich.text import Text
 
 from ctxext.cli.options import Measurement, OutputOptions, SourceOptions
 from ctxext.files import digest, is_choice
-from ctxext.progress import StageBar, terminal
+from ctxext.progress import DelayedBar, StageBar, terminal
 from ctxext.quantities import method_said
 
 if TYPE_CHECKING:
@@ -85,6 +86,15 @@ class Session:
         made = plan()
         return plan() if self.load_weights() else made
 
+    def planned_by_trying(self, plan: Callable[[DelayedBar], Planned]) -> Planned:
+        """Plan likewise, with a bar for the methods that are tried, which appears where that takes long."""
+
+        def made() -> Planned:
+            with DelayedBar("trying methods", BarColumn(), MofNCompleteColumn(), after=2.0) as trying:
+                return plan(trying)
+
+        return self.planned(made)
+
     def load_weights(self) -> bool:
         """Load the weights that are not there yet; return whether there were any to load."""
         before = self.checkpoint, self.reference
@@ -102,12 +112,12 @@ class Session:
         with self.console.status("Loading the checkpoint ..."):
             return load_checkpoint(name, masked=self._masked, **how)
 
-    def announce(self, checkpoint: Checkpoint, trained_length: int, about: str) -> None:
-        """Print the checkpoint, its trained length in tokens, and a description of the measurement."""
+    def announce(self, trained_length: int, about: str) -> None:
+        """Print the checkpoint, its trained length in tokens, and a description of the measurement behind these."""
         from ctxext.measuring.labels import tokens_label
 
-        trained = f", trained to {tokens_label(trained_length)} tokens, in {checkpoint.dtype_note}, {about}"
-        self.console.print(Text.assemble((checkpoint.name, "bold"), trained))
+        trained = f", trained to {tokens_label(trained_length)} tokens, in {self.checkpoint.dtype_note}{about}"
+        self.console.print(Text.assemble((self.checkpoint.name, "bold"), trained))
 
     @property
     def journal(self) -> Journal:

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import functools
 import json
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn
 from typer import Option
 
 from ctxext.cli.eval.common import Session, texts_in_words
@@ -22,17 +19,14 @@ from ctxext.cli.options import (
     TextOptions,
     grouped,
     option,
+    option_group,
     token_option,
 )
 from ctxext.files import refuse_read_only
-from ctxext.progress import DelayedBar
 from ctxext.registry import method_names
 
-if TYPE_CHECKING:
-    from ctxext.evaluation.comparison import Comparison, ComparisonResult
 
-
-@dataclass(frozen=True, kw_only=True)
+@option_group
 class ComparedOptions(MethodOptions):
     """Methods to compare, by default all that apply, at one or more factors."""
 
@@ -55,7 +49,7 @@ class ComparedOptions(MethodOptions):
         return arguments | {"factors": arguments["factors"] or (2.0,)}
 
 
-@dataclass(frozen=True, kw_only=True)
+@option_group
 class HiddenKeyOptions:
     """Passkeys to ask for."""
 
@@ -87,7 +81,9 @@ def compare(
     refuse_read_only(output)
     from ctxext.evaluation.comparison import prepare
     from ctxext.evaluation.passkey import DEPTHS
+    from ctxext.evaluation.report.comparison import comparison_page
     from ctxext.evaluation.report.figures import require_matplotlib
+    from ctxext.evaluation.report.page import write_page
     from ctxext.measuring.labels import all_of, tokens_label
 
     require_matplotlib()  # now: the report is drawn at the end, perhaps hours later
@@ -96,38 +92,31 @@ def compare(
     # Cached, because the comparison may be planned twice; only planning tells how many tokens it needs.
     corpus = functools.cache(lambda tokens: texts.read(session.checkpoint, tokens=tokens, whole=True))
 
-    def plan() -> Comparison:
-        with DelayedBar("trying methods", BarColumn(), MofNCompleteColumn(), after=2.0) as trying:
-            return prepare(
-                session.checkpoint,
-                corpus,
-                output,
-                depths=(keys.depth or DEPTHS) if keys.passkey else (),
-                trials=keys.trials,
-                seed=keys.seed,
-                group=session.group,
-                progress=trying if session.group.is_main else lambda *_: None,
-                **asked.arguments(),
-            )
-
-    comparison = session.planned(plan)
+    comparison = session.planned_by_trying(
+        lambda trying: prepare(
+            session.checkpoint,
+            corpus,
+            output,
+            depths=(keys.depth or DEPTHS) if keys.passkey else (),
+            trials=keys.trials,
+            seed=keys.seed,
+            group=session.group,
+            progress=trying if session.group.is_main else lambda *_: None,
+            **asked.arguments(),
+        )
+    )
     lengths = all_of([tokens_label(length) for length in comparison.lengths])
-    about = f"reads {lengths} tokens of {texts_in_words(comparison.corpus)}."
-    session.announce(session.checkpoint, comparison.trained_length, about)
+    about = f", reads {lengths} tokens of {texts_in_words(comparison.corpus)}."
+    session.announce(comparison.trained_length, about)
     for refusal in comparison.refusals:
         console.print(f"Not measured: {refusal.label}. {refusal.reason}")
     session.measure(comparison)
-    if session.group.is_main:
-        _show(console, comparison.result(), output)
-
-
-def _show(console: Console, result: ComparisonResult, output: Path) -> None:
-    from ctxext.evaluation.report.comparison import comparison_page
-    from ctxext.evaluation.report.page import write_page
-
+    if not session.group.is_main:  # one of the processes that share the measuring writes
+        return
+    result = comparison.result()
     page = comparison_page(result)
     with console.status("Drawing the report ..."):
         data = json.dumps(result.to_dict(), indent=1, ensure_ascii=False) + "\n"
         written = write_page(page, output, "report", data)
     page.show(console)
-    console.print(f"\nWritten: {written[0]} (open it), {', '.join(str(path) for path in written[1:])}", soft_wrap=True)
+    console.print(f"\nWritten: {written[0]} (open it), {', '.join(map(str, written[1:]))}", soft_wrap=True)

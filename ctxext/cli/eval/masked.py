@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from ctxext.cli.eval.common import Session, lengths_of, texts_in_words
 from ctxext.cli.options import (
     REQUIRED,
@@ -17,10 +15,11 @@ from ctxext.cli.options import (
     TextOptions,
     grouped,
     option,
+    option_group,
 )
 
 
-@dataclass(frozen=True, kw_only=True)
+@option_group
 class MaskingOptions:
     """Tokens that are masked."""
 
@@ -29,7 +28,7 @@ class MaskingOptions:
     seed: Seed = 0
 
 
-@dataclass(frozen=True, kw_only=True)
+@option_group
 class EncoderOptions(SourceOptions):
     """Checkpoint that fills in masked tokens."""
 
@@ -76,8 +75,8 @@ def masked(
     readers = masked_readers(loaded, reference=session.reference, **asked.arguments())
     jobs = masked_jobs(readers, lambda tokens: masked_texts(loaded.tokenizer, corpus, tokens, **vars(masking)), loaded)
     survey = Survey("ctxext eval masked", loaded, jobs, corpus=corpus, journal=session.journal, group=session.group)
-    about = f"reads {all_of([tokens_label(length) for length in lengths])} tokens of {texts_in_words(corpus)}."
-    session.announce(loaded, readers[0].readings.trained_length, about)
+    about = f", reads {all_of([tokens_label(length) for length in lengths])} tokens of {texts_in_words(corpus)}."
+    session.announce(readers[0].readings.trained_length, about)
     session.measure(survey)
     provenance = provenance_of(loaded, corpus, seed=masking.seed)
     report = masked_report(survey, provenance, every=masking.every, passes=masking.passes)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from ctxext.cli.eval.asking import Asking
 from ctxext.cli.options import (
     HaystackOptions,
@@ -13,10 +11,11 @@ from ctxext.cli.options import (
     SourceOptions,
     grouped,
     option,
+    option_group,
 )
 
 
-@dataclass(frozen=True, kw_only=True)
+@option_group
 class PasskeyOptions:
     """Keys to hide."""
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
 
 from ctxext.cli.eval.common import Session, texts_in_words
 from ctxext.cli.options import (
@@ -16,12 +15,13 @@ from ctxext.cli.options import (
     Unpatched,
     grouped,
     option,
+    option_group,
     token_option,
 )
 from ctxext.quantities import parse_bytes
 
 
-@dataclass(frozen=True, kw_only=True)
+@option_group
 class PerplexityOptions:
     """Lengths, references and memory."""
 
@@ -70,7 +70,7 @@ def perplexity(
     session.load_weights()
     loaded = session.checkpoint
     plan = planned(loaded.model)
-    session.announce(loaded, plan.trained_length, f"reads {corpus.tokens:,} tokens of {texts_in_words(corpus)}.")
+    session.announce(plan.trained_length, f", reads {corpus.tokens:,} tokens of {texts_in_words(corpus)}.")
     survey = prepare(loaded, corpus, plan, reference=session.reference, journal=session.journal, group=session.group)
     session.measure(survey)
     session.finish(survey.result(), perplexity_page)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from ctxext.cli.eval.asking import Asking
 from ctxext.cli.options import (
     HaystackOptions,
@@ -13,6 +11,7 @@ from ctxext.cli.options import (
     SourceOptions,
     grouped,
     option,
+    option_group,
     token_option,
 )
 from ctxext.errors import InvalidParameterError
@@ -20,7 +19,7 @@ from ctxext.evaluation.retrieval import TASK_NAMES
 from ctxext.mistakes import refuse_unknown
 
 
-@dataclass(frozen=True, kw_only=True)
+@option_group
 class RetrievalOptions:
     """Questions to ask."""
 
@@ -71,6 +70,12 @@ def retrieval(
     given = {name: getattr(questions, name) for name in ("samples", "choices", "seed")}
     text = session.haystack
     prompts = session.draw(make_prompts, lengths, tasks=questions.task, haystack=text, **given)
-    about = {"haystack": text.name, "base": questions.base or lengths[0]}
-    where = f"things hidden in {text.name}"
-    session.ask(RetrievalReport, prompts, where, retrieval_page, seed=questions.seed, **about)
+    session.ask(
+        RetrievalReport,
+        prompts,
+        f"things hidden in {text.name}",
+        retrieval_page,
+        seed=questions.seed,
+        haystack=text.name,
+        base=questions.base or lengths[0],
+    )

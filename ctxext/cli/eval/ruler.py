@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from ctxext.cli.eval.asking import Asking
 from ctxext.cli.options import (
     HaystackOptions,
@@ -13,6 +11,7 @@ from ctxext.cli.options import (
     SourceOptions,
     grouped,
     option,
+    option_group,
 )
 from ctxext.mistakes import refuse_unknown
 
@@ -22,7 +21,7 @@ TASKS = (
 )
 
 
-@dataclass(frozen=True, kw_only=True)
+@option_group
 class RulerOptions:
     """Tasks, and what they are made of."""
 
@@ -62,5 +61,13 @@ def ruler(
     left_out = (
         {} if tasks.task else {name: why for name, task in MADE.items() if (why := task.why_not(session.document))}
     )
-    about = {"essay": essay, "chat": tasks.chat, "left_out": left_out}
-    session.ask(RulerReport, prompts, f"{len(used)} tasks", ruler_page, seed=tasks.seed, **about)
+    session.ask(
+        RulerReport,
+        prompts,
+        f"{len(used)} tasks",
+        ruler_page,
+        seed=tasks.seed,
+        essay=essay,
+        chat=tasks.chat,
+        left_out=left_out,
+    )
