@@ -12,11 +12,11 @@ import itertools
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
-from typing import Any
 
 from jaxtyping import Float
 from torch import Tensor
 
+from ctxext.files import JsonObject
 from ctxext.measuring.readings import TIMES, Reading, ignores_factor, label_for
 from ctxext.methods import METHODS, Method, RopeMethod, saved_class
 from ctxext.methods.formulas import index_that_turns, plain_inv_freq
@@ -229,7 +229,7 @@ class Candidate:
         """The divisor of the frequencies that are new beyond the window; None where it is not judged inside."""
         return self.reach.stretch if self.reach.is_judged_inside else None
 
-    def to_dict(self, course: dict[str, Any]) -> dict[str, Any]:
+    def to_dict(self, course: JsonObject) -> JsonObject:
         """Return plain JSON values, including the values of the candidate's course."""
         reading = asdict(self.reading)
         about = {"twins": self.twins, "stretch": self.stretch, "label": self.label}

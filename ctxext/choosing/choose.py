@@ -103,22 +103,19 @@ class PlannedChoice:
         cells, identity = (None, None) if folder is None else (folder / "cells.jsonl", folder / "choosing.json")
         self.journal = Journal(cells, self.group.process, identity=identity)
         self._runtimes: dict[str, LoadedBy] = {}
-        self.costs = self._costs()
-        self.costs.sizes(self.budget.passes)  # refuses a budget that is too small before anything is read
-
-    def _costs(self) -> Costs:
         judged = sum(candidate.reach.is_judged_inside for candidate in self.candidates.values())
-        return Costs(
-            trained=self.trained,
-            length=self.length,
+        self.costs = Costs(
+            trained=trained,
+            length=length,
             judged=judged,
             others=len(self.candidates) - judged,
             windows=self.readings.windows,
-            turning_point=turning_point(self.checkpoint.subject),
+            turning_point=turning_point(subject),
             choosing=len(self.split.choosing),
             held_out=len(self.split.held_out),
-            keys=self.settings.keys,
+            keys=settings.keys,
         )
+        self.costs.sizes(self.budget.passes)  # refuses a budget that is too small before anything is read
 
     def _tried(self, trying: Callable[[int, int], None]) -> tuple[dict[str, Candidate], tuple[Refusal, ...]]:
         """Return the candidates that apply to the model, each set of frequencies once, and what does not apply."""

@@ -75,6 +75,10 @@ LADDER = (
 )
 
 
+Stop = Callable[[Tensor], object]
+"""Function of all losses so far, which returns something where no more are needed."""
+
+
 @runtime_checkable
 class CandidateLosses(Protocol):
     """Losses of candidates by their names, in nats per token."""
@@ -82,7 +86,7 @@ class CandidateLosses(Protocol):
     def inside(self, names: Sequence[str]) -> dict[str, Tensor]:
         """Return the losses, [tokens], at the beginnings of the texts of the second round."""
 
-    def whole(self, name: str, text: int, stop: Callable[[Tensor], object]) -> Float[Tensor, " read"]:
+    def whole(self, name: str, text: int, stop: Stop) -> Float[Tensor, " read"]:
         """Return the losses on a whole text, or until ``stop``, given all losses so far, returns something."""
 
     def keys(self, names: Sequence[str]) -> dict[str, tuple[float, ...]]:
@@ -358,7 +362,7 @@ class Halving:
         judged = {name: reach for name, reach in self.reaches.items() if reach.is_judged_inside}
         losses = self.losses.inside(list(judged))
         means = {name: own.double().mean().item() for name, own in losses.items()}
-        pairs = _pairs(len(judged))
+        pairs = math.comb(len(judged), 2)
         left: list[str] = []
         for name, reach in judged.items():
             damage = None
@@ -406,11 +410,10 @@ class Halving:
 
     def _round_whole(self, going: Sequence[str]) -> list[str]:
         """Return the candidates that go on to more texts; the published YaRN reads them anyway."""
-        pairs = _pairs(len(going))
+        pairs = math.comb(len(going), 2)
         for name in going:
             self._read_texts(name, range(self.sizes.first), WHOLE, pairs)
-        done = [name for name in going if not self.courses[name].dropped]
-        left = self._without_worse(done, WHOLE, pairs * PIECES * self.sizes.first)
+        left = self._without_worse(going, WHOLE, pairs * PIECES * self.sizes.first)
         others = [name for name in left if name != self.usual]
         ranked = sorted(others, key=lambda name: (self._harms(name, len(others)), _mean(self._beyond(name))))
         for name in ranked[self.sizes.finalists :]:
@@ -431,8 +434,9 @@ class Halving:
             if name == self.usual:
                 self._note(name, tokens=sum(map(len, own)))
             else:
-                usual, lengths = self.read[self.usual], {"trained": self.trained, "length": self.length}
-                self.courses[name] = self.courses[name].beside(usual, own, **lengths)
+                self.courses[name] = self.courses[name].beside(
+                    self.read[self.usual], own, trained=self.trained, length=self.length
+                )
             if leader is not None:
                 place = f"{STOPPED} after {len(losses):,} of {self.length:,} tokens, beyond rescue"
                 self._drop(name, place, *leader)
@@ -461,8 +465,8 @@ class Halving:
         read = [*self._beyond(name), seen[self.trained :]]
         same = [theirs[: len(own)] for own, theirs in zip(read, self._beyond(leader), strict=False)]
         gap = in_blocks(read, same)
-        rest = [self.read[other][text][len(seen) :].double().sum().item() for other in done]
-        spared = self.read[leader][text][len(seen) :].double().sum().item() - min(rest)
+        rest = {other: self.read[other][text][len(seen) :].double().sum().item() for other in done}
+        spared = rest[leader] - min(rest.values())
         final = replace(gap, mean=gap.mean - spared / gap.tokens)
         return (leader, gap) if is_worse(final, chance, looks, least=RESCUE) else None
 
@@ -472,11 +476,10 @@ class Halving:
         """Return the finalists in the order in which they would be chosen."""
         texts = range(self.sizes.first, self.sizes.texts)
         names = list(dict.fromkeys([self.usual, *going]))
-        pairs = _pairs(len(names))
+        pairs = math.comb(len(names), 2)
         for name in names:
             self._read_texts(name, texts, MORE if name in going else WHOLE, pairs)
-        done = [name for name in going if not self.courses[name].dropped]
-        left = self._without_worse(done, MORE, pairs * PIECES * max(1, len(texts)))
+        left = self._without_worse(going, MORE, pairs * PIECES * max(1, len(texts)))
         harmful = {name for name in left if self._harms(name, len(left))}
         if harmful == set(left):  # the published YaRN is what harm is measured by
             left = list(dict.fromkeys([*left, self.usual]))
@@ -502,7 +505,7 @@ class Halving:
     def _without_worse(self, names: Sequence[str], at: str, comparisons: int) -> list[str]:
         """Drop candidates shown to damage the window more than the published YaRN, or to be worse than the best."""
         left = []
-        for name in names:
+        for name in (name for name in names if not self.courses[name].dropped):
             damage = self.courses[name].inside
             if damage is None or self.reaches[name].dynamic or not is_worse(damage, LOOKS[at], comparisons):
                 left.append(name)
@@ -524,10 +527,6 @@ class Halving:
 
     def _drop(self, name: str, why: str, by: str = "", worse_by: PairedDifference | None = None) -> None:
         self._note(name, dropped=why, by=by, worse_by=worse_by)
-
-
-def _pairs(candidates: int) -> int:
-    return candidates * (candidates - 1) // 2
 
 
 def _mean(losses: Sequence[Tensor]) -> float:

@@ -6,15 +6,14 @@ import json
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ctxext.choosing.halving import PIECES, Costs, Finish, Sizes
+from ctxext.choosing.halving import PIECES, Costs, Finish, Sizes, Stop
 from ctxext.choosing.verdict import HeldOut, judge_held_out
 from ctxext.evaluation.passkey import make_prompts
-from ctxext.files import digest
+from ctxext.files import JsonObject, digest
 from ctxext.measuring.forward import Progress, pass_cost, ticking
 from ctxext.measuring.labels import label_of
 from ctxext.measuring.loss import Window, loss_while
@@ -38,7 +37,7 @@ class WholeTextJob(Job):
     """Reads one text with one candidate, chunk by chunk, until ``stop``, called with all losses, returns a reason."""
 
     text: TokenisedDocument
-    stop: Callable[[Tensor], object]
+    stop: Stop
 
     def ask(self, model: nn.Module, progress: Progress) -> Answer:
         """Return the losses of the text as far as it was read."""
@@ -73,7 +72,7 @@ class MeasuredLosses:
         every = (*self.readings.find(())[0], Reading(name=SELECTED, label=label_of(SELECTED)), *self.entered)
         self.readers = {reading.name: Reader(reading, self.readings, ()) for reading in every}
 
-    def answers(self, jobs: Sequence[Job]) -> list[dict[str, Any]]:
+    def answers(self, jobs: Sequence[Job]) -> list[JsonObject]:
         """Return the journal's line of each job, after doing the jobs that no earlier run finished."""
         missing = [job for job in jobs if job.key not in self._finished]
         for job in jobs:
@@ -113,7 +112,7 @@ class MeasuredLosses:
         windows = self._beginning(self.costs.prefix)
         return {name: torch.cat(read) for name, read in self._losses(names, first, windows).items()}
 
-    def whole(self, name: str, text: int, stop: Callable[[Tensor], object]) -> Tensor:
+    def whole(self, name: str, text: int, stop: Stop) -> Tensor:
         """Return the losses of a whole text, or until ``stop`` returns something for what was read."""
         job = self._whole(name, self.split.choosing[text], stop)
         losses = self.survey.journal.losses(self.answers([job])[0])
@@ -185,7 +184,7 @@ class MeasuredLosses:
     def _seconds(self, jobs: Sequence[Job]) -> float:
         return max(statistics.median(float(line["seconds"]) for line in self.answers(jobs)), 1e-3)
 
-    def _whole(self, name: str, stretch: TextStretch, stop: Callable[[Tensor], object]) -> WholeTextJob:
+    def _whole(self, name: str, stretch: TextStretch, stop: Stop) -> WholeTextJob:
         reader, text = self.readers[name], stretch.text
         # Where a candidate is stopped depends on all others; the published YaRN never is, so that it serves any plan.
         names = [reading.name for reading in self.entered]

@@ -67,15 +67,15 @@ def choice_page(choice: Choice) -> Page:
 
 def _provenance(choice: Choice) -> TextTable:
     sizes = choice.sizes
-    facts = {
-        "Trained_length": f"{choice.trained_length:,} tokens",
-        "Chosen_on": few_of(choice.texts),
-        "Judged_on": f"{choice.held_out.texts} stretches of {few_of(choice.held_out.names)}",
-        "Rounds": f"{len(choice.candidates)} candidates; whole texts that {sizes.whole} of them and YaRN as published "
+    return provenance_table(
+        choice.provenance,
+        Trained_length=f"{choice.trained_length:,} tokens",
+        Chosen_on=few_of(choice.texts),
+        Judged_on=f"{choice.held_out.texts} stretches of {few_of(choice.held_out.names)}",
+        Rounds=f"{len(choice.candidates)} candidates; whole texts that {sizes.whole} of them and YaRN as published "
         f"read: {sizes.first}; that {sizes.finalists} read: {sizes.texts}; hidden keys: {sizes.keys}",
-        "Not_entered": "; ".join(f"{refusal.label}: {refusal.reason}" for refusal in choice.refusals),
-    }
-    return provenance_table(choice.provenance, **facts)
+        Not_entered="; ".join(f"{refusal.label}: {refusal.reason}" for refusal in choice.refusals),
+    )
 
 
 def _row(choice: Choice, row: dict[str, Any]) -> list[str]:
@@ -101,8 +101,7 @@ def _draw(canvas: Any, choice: Choice) -> None:
     _draw_beyond(beyond, choice, colours)
     _draw_verdict(verdict, choice)
     # Of its axes: one of the canvas would cover the caption.
-    look = {"frameon": False, "fontsize": 9, "labelcolor": "linecolor"}
-    beyond.legend(loc="upper center", bbox_to_anchor=(0.5, -0.12), **look)
+    beyond.legend(loc="upper center", bbox_to_anchor=(0.5, -0.12), frameon=False, fontsize=9, labelcolor="linecolor")
 
 
 def _draw_inside(axes: Any, choice: Choice, colours: dict[str, str]) -> None:
@@ -158,8 +157,8 @@ def _near_the_best(axes: Any, values: Sequence[float], ends: Sequence[float]) ->
     axes.set_ylim(least - 0.12 * (top - least), top)
     hidden = [value for value in ends if value > top]
     if hidden:
-        note, corner = f"off the scale: {len(hidden)}, up to {max(hidden):+.2f}", {"ha": "right", "va": "top"}
-        axes.text(0.985, 0.985, note, transform=axes.transAxes, fontsize=8, color=NOTE, **corner)
+        note = f"off the scale: {len(hidden)}, up to {max(hidden):+.2f}"
+        axes.text(0.985, 0.985, note, transform=axes.transAxes, fontsize=8, color=NOTE, ha="right", va="top")
 
 
 def _draw_verdict(axes: Any, choice: Choice) -> None:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ctxext.choosing.candidates import Candidate
 from ctxext.choosing.halving import INSIDE, MORE, READ, WHOLE, Finish, Sizes, end_of
+from ctxext.files import JsonObject
 from ctxext.measuring.labels import few_of, tokens_label
 from ctxext.measuring.readings import Refusal
 from ctxext.measuring.statistics import PairedDifference, document_difference, mean_loss
@@ -212,7 +213,7 @@ class Choice:
         return self.candidate(self.name).method
 
     @property
-    def record(self) -> dict[str, Any]:
+    def record(self) -> JsonObject:
         """The part that a saved config keeps: on which texts it was chosen, and what that gained on others."""
         gain = None if self.is_overruled else self.held_out.versus_usual
         return {
@@ -295,7 +296,7 @@ class Choice:
         dropped = ", ".join(f"{count} {where}" for where, count in kinds.items()) or "none"
         return f"{dropped}, of {len(self.candidates)}{same}"
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> JsonObject:
         """Return plain JSON values; ``method`` is what a recipe or ``ctxext.patch`` needs."""
         values = asdict(replace(self, candidates=()))
         finish = self.finish
@@ -304,7 +305,7 @@ class Choice:
         sentences = [self.sentence, *(f"{name[0].upper()}{name[1:]}: {value}." for name, value in self.reasons())]
         return {"method": self.method.to_dict(), "sentences": sentences, "record": self.record} | values
 
-    def rows(self) -> list[dict[str, Any]]:
+    def rows(self) -> list[JsonObject]:
         """Return a row per candidate, the furthest first: its unrounded differences, its fate and why."""
         places = {name: place for place, name in enumerate(self.finish.finalists)}
 
@@ -317,7 +318,7 @@ class Choice:
         rows = []
         for candidate in sorted(self.candidates, key=place):
             course = self.finish.course(candidate.reading.name)
-            row: dict[str, Any] = {
+            row: JsonObject = {
                 "candidate": course.name,
                 "label": candidate.label,
                 "stretch": "" if candidate.stretch is None else candidate.stretch,

@@ -13,7 +13,7 @@ import functools
 import itertools
 import re
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from fractions import Fraction
 from typing import Any, NamedTuple
 
@@ -46,6 +46,10 @@ FIRST = 512
 SAME = 1e-4
 """Share of the bytes of a run by which a curve may bend and still count as straight."""
 UNKNOWN = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException)
+
+
+Bounds = dict[int, tuple[Reach, Fraction]]
+"""Reach of the key heads that drop keys, and their share of the key heads, by the index of a layer."""
 
 
 class Taken(NamedTuple):
@@ -131,7 +135,7 @@ class DryRun:
         tile: int | None = None,
         chunk: int | None = None,
         bits: float | None = None,
-        bounds: Mapping[int, tuple[Reach, Fraction]] | None = None,
+        bounds: Bounds | None = None,
     ) -> None:
         subject = Subject.of(model)
         self.causal, self.text = subject.model, subject.text
@@ -182,7 +186,7 @@ class DryRun:
         passes_on = {} if argument is None else {argument: PassesOn()}
 
         def run(live: LiveBytes) -> tuple[int, ...]:
-            inputs = torch.zeros(1, length, dtype=torch.long)
+            inputs = _text(length)
             hidden = self.base(input_ids=inputs, use_cache=False, **passes_on)[0]
             kept = live.now
             gradients = [torch.zeros_like(hidden)]
@@ -199,7 +203,7 @@ class DryRun:
         first = max(length - (self.chunk or length), 0)
 
         def run(live: LiveBytes) -> tuple[int, ...]:
-            inputs, past = torch.zeros(1, length, dtype=torch.long), dict[str, Any]()
+            inputs, past = _text(length), dict[str, Any]()
             if first:  # the chunks before the last one
                 cache = cache_in(self.causal(input_ids=inputs[:, :first], use_cache=True, logits_to_keep=1))
                 for layer in cache.layers:  # of a view, the tokens outside are gone when the last chunk is read
@@ -218,7 +222,7 @@ class DryRun:
         """Count the head, the loss and their gradients for a chunk, as ``chunk_loss`` computes them."""
         self._know_outputs()
         with self._running(training=True) as live:
-            targets = torch.zeros(1, length, dtype=torch.long)
+            targets = _text(length)
             pieces = Pieces(self.causal, {"input_ids": targets}, targets)
             hidden = pieces.hidden.detach().requires_grad_()
             before = live.peak = live.now
@@ -232,7 +236,7 @@ class DryRun:
         """Count the head, the loss and their gradients for all tokens at once, as the model's class computes them."""
         self._know_outputs()
         with self._frozen_embedding(), self._running(training=True) as live:
-            inputs = torch.zeros(1, length, dtype=torch.long)
+            inputs = _text(length)
             loss = self.causal(input_ids=inputs, labels=inputs, use_cache=False).loss
             loss.backward()
             return live.peak
@@ -277,7 +281,7 @@ class DryRun:
             (reach, share), length, held = self.bounds.get(index, (None, 0)), part.shape[-2], Fraction(1)
             if reach is not None and length >= reach.bend:
                 held -= share * Fraction(length - (reach.most - reach.spare - 1), length)
-            spared += part.numel() * part.element_size() * (1 - held * self.packing)
+            spared += part.nbytes * (1 - held * self.packing)
         return int(spared)
 
     @functools.cached_property
@@ -288,7 +292,7 @@ class DryRun:
         for length in (FIRST // 2, FIRST):
             firsts = [indices[0] for indices in self.kinds]
             with self._running(0, *firsts, *itertools.chain(*map(self._needed, firsts)), training=False) as live:
-                self.base(input_ids=torch.zeros(1, length, dtype=torch.long), use_cache=False)
+                self.base(input_ids=_text(length), use_cache=False)
                 counts.append(live.operations)
         return counts[1] > counts[0]
 
@@ -322,7 +326,7 @@ class DryRun:
             needed = tuple(range(max(1, index - back), index))
             try:
                 with self._running(0, *needed, index, training=False):
-                    self.base(input_ids=torch.zeros(1, 8, dtype=torch.long), use_cache=False)
+                    self.base(input_ids=_text(8), use_cache=False)
                 self._before[index] = needed
             except IncompatibleError:
                 if back >= index:
@@ -375,7 +379,7 @@ class DryRun:
         """Find out once whether a layer returns hidden states, or a tuple that begins with them."""
         if self._outputs is None:
             with self._running(0, training=False):
-                self.base(input_ids=torch.zeros(1, 8, dtype=torch.long), use_cache=False)
+                self.base(input_ids=_text(8), use_cache=False)
 
     def _look(self, layer: nn.Module, args: Any, output: Any) -> None:
         if layer.forward != self._pass_on:
@@ -385,6 +389,11 @@ class DryRun:
         if torch.is_grad_enabled():  # arguments of all layers, such as a mask, are kept for all of them
             self._shared.append((args, kwargs))
         return (hidden_states, *[None] * (self._outputs - 1)) if self._outputs else hidden_states
+
+
+def _text(length: int) -> Tensor:
+    """Return the ids of a text of this length."""
+    return torch.zeros(1, length, dtype=torch.long)
 
 
 def _is_straight(points: list[Taken]) -> bool:
@@ -416,7 +425,7 @@ def _beyond_windows(cache: Any) -> int:
     transformers cuts a view out of the keys of a pass, so that all of them stay until the next token replaces the view.
     """
     parts = _keys_and_values(cache)
-    return sum(part.untyped_storage().nbytes() - part.numel() * part.element_size() for _, part in parts)
+    return sum(part.untyped_storage().nbytes() - part.nbytes for _, part in parts)
 
 
 def _keys_and_values(cache: Any) -> Iterator[tuple[int, Tensor]]:

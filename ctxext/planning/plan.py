@@ -16,7 +16,6 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from ctxext.attention.engines import RemapAttend
-from ctxext.caches.held import Reach
 from ctxext.caches.prefix import why_no_prefix
 from ctxext.checkpoints.classes import meta_model
 from ctxext.checkpoints.load import attached
@@ -29,7 +28,7 @@ from ctxext.methods.parameters import checked_tokens
 from ctxext.methods.remap import RemapMethod
 from ctxext.models.bloom import TRAINED_LENGTH as BLOOM_LENGTH
 from ctxext.models.drafts import draft_heads
-from ctxext.planning.dry_run import DryRun
+from ctxext.planning.dry_run import Bounds, DryRun
 from ctxext.planning.quantised import packed_weights, stored_as
 from ctxext.training.memory import Memory, layers_of
 
@@ -251,18 +250,22 @@ def without_weights(config: Any, dtype: torch.dtype, trust_remote_code: bool = F
             f"A {config.model_type} is not a plain causal language model, and memory is planned for those only. Plan "
             f"its language model alone."
         )
-    chosen: dict[str, Any] = {"auto_class": AutoModelForCausalLM, "trust_remote_code": trust_remote_code}
-    model = meta_model(_plainly_rotated(config), dtype=dtype, **chosen)
+    model = meta_model(
+        _plainly_rotated(config),
+        auto_class=AutoModelForCausalLM,
+        trust_remote_code=trust_remote_code,
+        dtype=dtype,
+    )
     return model if saved_extension(model.config, "the config") is None else attached(model, "the config")
 
 
-def _bounds(config: Any, trust_remote_code: bool) -> dict[int, tuple[Reach, Fraction]]:
+def _bounds(config: Any, trust_remote_code: bool) -> Bounds:
     """Find the layers in which the method of an extended config drops keys that no later token sees."""
     saved = saved_extension(config, "the config")
     if saved is None or not issubclass(known_methods()[saved["method"]["method"]], RemapMethod):
         return {}
-    chosen: dict[str, Any] = {"auto_class": AutoModelForCausalLM, "trust_remote_code": trust_remote_code}
-    model, bounds = attached(meta_model(config, **chosen), "the config"), dict[int, tuple[Reach, Fraction]]()
+    model = meta_model(config, auto_class=AutoModelForCausalLM, trust_remote_code=trust_remote_code)
+    model, bounds = attached(model, "the config"), Bounds()
     for index, layer in enumerate(layers_of(model)):
         for attend in (getattr(module, "_ctxext_attend", None) for module in layer.modules()):
             if isinstance(attend, RemapAttend) and attend.drops and attend.reach is not None:
@@ -304,4 +307,4 @@ def _weights(model: PreTrainedModel, quantisation: str | None, *, training: bool
 
 
 def _bytes(tensors: Any) -> int:
-    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+    return sum(tensor.nbytes for tensor in tensors)

@@ -15,6 +15,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ctxext.errors import InvalidParameterError, UnknownNameError
+from ctxext.files import JsonObject
+from ctxext.methods.parameters import is_number
 from ctxext.training.memory import layers_of
 
 NF4 = 4 + 1 / 8 + 32 / (64 * 256)
@@ -72,7 +74,7 @@ def stored_as(config: Any) -> Stored | None:
     section = getattr(config, "quantization_config", None) or getattr(config, "compression_config", None)
     if not section:
         return None
-    options: dict[str, Any] = section if isinstance(section, dict) else section.to_dict()
+    options: JsonObject = section if isinstance(section, dict) else section.to_dict()
     name = options.get("quant_method")
     method = str(getattr(name, "value", name or "unknown"))
     skipped = tuple(str(pattern) for field in SKIPPED for pattern in options.get(field) or ())
@@ -81,7 +83,7 @@ def stored_as(config: Any) -> Stored | None:
     return Stored(method, _bits(options, method), skipped)
 
 
-def _bits(options: dict[str, Any], method: str) -> float | None:
+def _bits(options: JsonObject, method: str) -> float | None:
     """Compute the bits of one weight from a quantiser's config; return None if no field gives them."""
     if method == "bitsandbytes":
         if not (options.get("load_in_4bit") or options.get("_load_in_4bit")):
@@ -91,7 +93,7 @@ def _bits(options: dict[str, Any], method: str) -> float | None:
         size = options.get("in_group_size", 8) * options.get("out_group_size", 1)
         return float(options.get("nbits_per_codebook", 16) * options.get("num_codebooks", 1) / size)
     fields = list(_fields(options))
-    numbers = [float(value) for name, value in fields if name in BITS and _is_count(value)]
+    numbers = [float(value) for name, value in fields if name in BITS and is_number(value)]
     names = [
         float(match[1])
         for name, value in fields
@@ -102,15 +104,11 @@ def _bits(options: dict[str, Any], method: str) -> float | None:
     width: float | None = next(iter([*numbers, *names]), BY_METHOD.get(method))
     if width is None or not 0 < width <= 8:
         return None
-    groups = [value for name, value in fields if name in GROUPS and _is_count(value) and value > 0]
+    groups = [value for name, value in fields if name in GROUPS and is_number(value) and value > 0]
     if not groups or width == 8:
         return width
     scales = 8.0 if "fp4" in str(options).lower() else FLOATS + (0.0 if options.get("zero_point") is False else width)
     return width + scales / float(groups[0])
-
-
-def _is_count(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def _fields(options: Any) -> Iterator[tuple[str, Any]]:
@@ -120,10 +118,10 @@ def _fields(options: Any) -> Iterator[tuple[str, Any]]:
             yield from _fields(item)
     if isinstance(options, dict):
         for name, value in options.items():
-            if isinstance(value, dict | list) and not re.search(r"activation|kv_cache|output", name):
-                yield from _fields(value)
-            elif not isinstance(value, dict | list):
+            if not isinstance(value, dict | list):
                 yield name, value
+            elif not re.search(r"activation|kv_cache|output", name):
+                yield from _fields(value)
 
 
 def _matches(pattern: str, name: str) -> bool:
@@ -170,6 +168,6 @@ def packed_weights(
     if stored is None or stored.bits is None or (training and not stored.trains_packed):
         return 0, 0
     weights = stored_weights(model, stored, layers)
-    sizes = [weight.numel() * weight.element_size() for weight in weights]
+    sizes = [weight.nbytes for weight in weights]
     saved = sum(sizes) - int(sum(weight.numel() for weight in weights) * stored.bits / 8)
     return saved, max(sizes, default=0) if stored.is_unpacked_in_use else 0

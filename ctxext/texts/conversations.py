@@ -10,8 +10,10 @@ from typing import Any
 from jinja2 import TemplateError
 
 from ctxext.errors import InvalidParameterError
-from ctxext.files import parse_json
+from ctxext.files import JsonObject, parse_json
 
+Row = Mapping[str, Any]
+"""Row of a table, by the names of its columns; or a message of a conversation."""
 ANSWERS = "assistant"  # role of the messages that a model is to write
 MARKED = re.compile(r"\{%-?\s*generation\s*-?%\}")  # by which a template says what the model writes
 # Fields of a message that say by 0 or 1, or by false or true, whether it is learned (OpenAI and Mistral; axolotl;
@@ -28,7 +30,7 @@ def parsed(value: Any) -> Any:
     return value
 
 
-def checked_messages(value: Any, row: Mapping[str, Any], place: str) -> tuple[dict[str, Any], ...]:
+def checked_messages(value: Any, row: Row, place: str) -> tuple[JsonObject, ...]:
     """Return the messages in a row of a table, which may hold them as JSON texts.
 
     Raises:
@@ -54,7 +56,7 @@ def checked_messages(value: Any, row: Mapping[str, Any], place: str) -> tuple[di
     return tuple(messages)
 
 
-def _of_loss(fields: Mapping[str, Any]) -> list[tuple[str, Any]]:
+def _of_loss(fields: Row) -> list[tuple[str, Any]]:
     """Return the fields of a message, or of a whole row, that say something about the loss."""
     found = []
     for name, value in fields.items():
@@ -66,7 +68,7 @@ def _of_loss(fields: Mapping[str, Any]) -> list[tuple[str, Any]]:
     return found
 
 
-def _is_learned(message: Mapping[str, Any], place: str) -> bool:
+def _is_learned(message: Row, place: str) -> bool:
     """Return whether a message is to be learned by what its fields say.
 
     Raises:
@@ -82,7 +84,7 @@ def _is_learned(message: Mapping[str, Any], place: str) -> bool:
     return all(value for _, value in said)
 
 
-def _as_written(message: Mapping[str, Any], place: str) -> dict[str, Any]:
+def _as_written(message: Row, place: str) -> JsonObject:
     """Return a message as chat templates take it: without nulls, and with the arguments of calls as objects.
 
     OpenAI's format holds arguments as JSON texts. Tables hold a null for each field of other messages, and a template
@@ -91,14 +93,14 @@ def _as_written(message: Mapping[str, Any], place: str) -> dict[str, Any]:
     Raises:
         InvalidParameterError: arguments that are not a JSON object.
     """
-    written: dict[str, Any] = {"content": None} | {key: value for key, value in message.items() if value is not None}
+    written: JsonObject = {"content": None} | {key: value for key, value in message.items() if value is not None}
     calls, call = parsed(written.pop("tool_calls", None)), parsed(written.pop("function_call", None))
     if calls:
         written["tool_calls"] = [_call(parsed(one), place) for one in calls]
     return written | {"function_call": _call(call, place)} if call else written
 
 
-def _call(call: Any, place: str) -> dict[str, Any]:
+def _call(call: Any, place: str) -> JsonObject:
     if not isinstance(call, dict):
         raise InvalidParameterError(f"{place} has a call of a tool that is no JSON object: {call!r:.80}.")
     if "function" in call:

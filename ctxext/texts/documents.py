@@ -12,7 +12,7 @@ import re
 import sys
 import warnings
 import zlib
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,7 @@ from ctxext.errors import (
     unwritable,
 )
 from ctxext.files import lfs_advice, package_folders, parse_json
-from ctxext.texts.conversations import checked_messages, parsed
+from ctxext.texts.conversations import Row, checked_messages, parsed
 from ctxext.texts.folders import SOURCE_BYTES, TEXTS, Folder, read_folder, split_named
 from ctxext.texts.pdf import is_pdf, pdf_text
 
@@ -61,7 +61,7 @@ class Document:
 
     name: str
     text: str
-    messages: tuple[Mapping[str, Any], ...] = ()
+    messages: tuple[Row, ...] = ()
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "name", printable(self.name))
@@ -241,7 +241,7 @@ def _read_file(path: Path, column: str | None, inside: Path | None = None) -> It
             raise InvalidParameterError(f"Cannot read the text {str(path)!r}: {error.strerror}.") from error
 
 
-def _table_rows(path: Path) -> Iterator[Mapping[str, Any]]:
+def _table_rows(path: Path) -> Iterator[Row]:
     """Yield the rows of a table; nothing is copied into a cache, and of JSON no text is taken for a date."""
     kind = _table(path)
     if kind == "parquet":
@@ -262,7 +262,7 @@ def _refuse_pointer(path: Path) -> None:
             raise InvalidParameterError(f"Cannot read {str(path)!r}.{advice}")
 
 
-def _csv_rows(file: io.TextIOBase, usual: str) -> Iterator[Mapping[str, Any]]:
+def _csv_rows(file: io.TextIOBase, usual: str) -> Iterator[Row]:
     """Yield the rows of a file of separated values as they are written: no word is taken for a number or a null.
 
     Args:
@@ -298,7 +298,7 @@ def _csv_rows(file: io.TextIOBase, usual: str) -> Iterator[Mapping[str, Any]]:
         raise ValueError(f"line {reader.line_num}: {error}") from error
 
 
-def _json_rows(file: io.TextIOBase) -> Iterator[Mapping[str, Any]]:
+def _json_rows(file: io.TextIOBase) -> Iterator[Row]:
     """Yield the objects of a file with one on each line, or of one whole JSON value.
 
     Raises:
@@ -354,7 +354,7 @@ def _explained(source: str, kind: str = "") -> Iterator[None]:
         raise InvalidParameterError(f"Cannot read documents from {source!r}{kind}: {why}") from error
 
 
-def _split_of(data: Any, split: str | None, source: str) -> tuple[Iterable[Mapping[str, Any]], str | None]:
+def _split_of(data: Any, split: str | None, source: str) -> tuple[Iterable[Row], str | None]:
     """Return the rows of the split to read, and its name."""
     chosen = _chosen_split(data if isinstance(data, dict) else (), split, source)
     return map(_without_nulls, data if chosen is None else data[chosen]), chosen
@@ -373,7 +373,7 @@ def _chosen_split(known: Collection[str], split: str | None, source: str) -> str
     return split or next(iter(known), None)
 
 
-def _rows(rows: Iterable[Mapping[str, Any]], split: str | None, source: str, column: str | None) -> Iterator[Document]:
+def _rows(rows: Iterable[Row], split: str | None, source: str, column: str | None) -> Iterator[Document]:
     """Yield a document for each row, with the row's split in its name."""
     chosen: str | None = None
     for number, row in enumerate(_readable(rows, source)):
@@ -397,15 +397,13 @@ def _rows(rows: Iterable[Mapping[str, Any]], split: str | None, source: str, col
         yield Document(name, _normalised(value or ""))
 
 
-def _readable(rows: Iterable[Mapping[str, Any]], source: str) -> Iterator[Mapping[str, Any]]:
+def _readable(rows: Iterable[Row], source: str) -> Iterator[Row]:
     """Yield the rows, and explain errors here: a broken file of rows fails only when its rows are read."""
     with _explained(source):
         yield from rows
 
 
-def _text_column(
-    row: Mapping[str, Any], number: int, source: str, column: str | None, before: str | None = None
-) -> str:
+def _text_column(row: Row, number: int, source: str, column: str | None, before: str | None = None) -> str:
     """Return the column of a row that holds its text or its messages.
 
     Args:

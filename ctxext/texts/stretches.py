@@ -91,7 +91,7 @@ def split_texts(documents: Sequence[TokenisedDocument], *, tokens: int, seed: in
             f"{tokens:,} are needed. Give longer texts, or a smaller target."
         )
     cut = [_stretches(document, name, tokens) for document, name in zip(documents, _names(documents), strict=True)]
-    cut, left_out = _distinct([stretches for stretches in cut if stretches], tokenizer)
+    cut, left_out = _distinct(cut, tokenizer)
     if sum(map(len, cut)) < 2:
         copies = f" ({len(left_out)} more are copies of it)" if left_out else ""
         raise InvalidParameterError(

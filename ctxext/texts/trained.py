@@ -5,10 +5,9 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from ctxext.errors import InvalidParameterError
-from ctxext.files import read_json
+from ctxext.files import JsonObject, read_json
 from ctxext.texts.documents import installed_texts
 from ctxext.texts.folders import split_named
 
@@ -16,7 +15,7 @@ RUN = "run.json"
 SAVED = re.compile(r"adapter|merged|model|checkpoint-\d+")  # folders of a run that hold a checkpoint
 
 
-def record_of(sources: Sequence[str], split: str | None) -> dict[str, Any]:
+def record_of(sources: Sequence[str], split: str | None) -> JsonObject:
     """Return what a run writes down of the texts that it reads: absolute paths, names on the hub, and the split."""
     return {"sources": [_absolute(source) for source in sources], "split": split}
 
