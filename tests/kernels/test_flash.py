@@ -19,6 +19,7 @@ from ctxext.kernels import Call, Layout, Need, flash, select
 from ctxext.kernels.blocks import PartRule
 from ctxext.kernels.flash import FORWARD_ONLY, INSTALLED, Flash, Flash3, Flash4, cache_lengths, token_indices
 from ctxext.kernels.reference import Reference
+from tests.kernels import flash_program
 from tests.kernels.cases import LAYOUTS, case, error, naive, truth
 
 READY = Need(device="cuda", capability=(9, 0), dtype=torch.bfloat16, head_dim=64)
@@ -33,15 +34,9 @@ REAL = {
 
 def _dense(q, k, v, *, softmax_scale, causal, window_size=(-1, -1), alibi_slopes=None, softcap=0.0) -> Tensor:
     """[seq, heads, head_dim], causal from the bottom right corner."""
-    q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
-    layout = Layout.causal(1, q.shape[2], k.shape[2])
-    layout = layout if causal else layout.both_ways
     assert window_size == (-1, -1) or window_size[1] == (0 if causal else window_size[0])
-    window = None if window_size == (-1, -1) else window_size[0] + 1
     assert alibi_slopes is None or alibi_slopes.dtype == torch.float32
-    how = {"scale": softmax_scale, "slopes": alibi_slopes, "window": window, "softcap": softcap or None}
-    out = Reference()(q, k, v, layout, **how)
-    return out[0].transpose(0, 1)
+    return flash_program.forward(q, k, v, alibi_slopes, softmax_scale, causal, *window_size, softcap)[0]
 
 
 def _func(q, k, v, dropout_p=0.0, **options) -> Tensor:
@@ -194,12 +189,6 @@ def test_cache_lengths() -> None:
 LATENT = {"head_dim": 192, "value_dim": 128, "lse": True}
 
 
-@pytest.mark.parametrize("capability", [(10, 0), (11, 0), (9, 0)])
-def test_latent_attention_and_wide_heads_have_a_kernel(capability: tuple[int, int]) -> None:
-    for shape in (LATENT, {"head_dim": 256}, {"head_dim": 256, "lse": True, "softcap": 30.0}):
-        assert Flash4().refuses(Need(**(vars(READY) | shape | {"capability": capability}))) is None
-
-
 OLD, NEW = (
     "def flash_attn_func(q, k, v): ...",
     "def flash_attn_func(q, k, v, softcap, return_attn_probs, return_lse): ...",
@@ -271,6 +260,8 @@ def test_which_packages_are_seen(files: dict, found: tuple, tmp_path: Path, monk
         (Flash4, {**LATENT, "capability": (8, 0)}, "up to 128, found 192"),
         (Flash, {"hip": "6.3", "softcap": 50.0, "capability": (9, 4)}, "on ROCm"),
         (Flash, {"hip": "6.3", "window": 8, "capability": (9, 0)}, "on ROCm"),
+        (Flash, {"softcap": 50.0, "dropout": 0.1}, "attention_dropout"),
+        *((backend, {"softcap": 50.0, "biased": True}, "cap") for backend in (Flash3, Flash4)),
         (Flash3, {"module": FORWARD_ONLY, "window": 8}, "fa3-fwd"),
         (Flash3, {"module": FORWARD_ONLY, "training": True}, "fa3-fwd"),
         (Flash3, {"module": FORWARD_ONLY, "dtype": torch.float16}, "fa3-fwd"),
@@ -286,6 +277,23 @@ def test_why_not(backend, change: dict, reason: str, monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.parametrize(
+    ("backend", "change"),
+    [
+        *(
+            (Flash4, shape | {"capability": capability})
+            for shape in (LATENT, {"head_dim": 256}, {"head_dim": 256, "lse": True, "softcap": 30.0})
+            for capability in ((9, 0), (10, 0), (11, 0))
+        ),
+        *((backend, {"softcap": 50.0}) for backend in (Flash3, Flash4)),
+        (Flash, {"order": "increasing"}),
+        (Flash3, {"order": "increasing", "biased": True}),  # by columns
+    ],
+)
+def test_what_has_a_kernel(backend, change: dict) -> None:
+    assert backend().refuses(replace(READY, **change)) is None
+
+
+@pytest.mark.parametrize(
     ("backend", "install"),
     [
         (Flash, re.escape(install_line("flash"))),
@@ -297,18 +305,6 @@ def test_what_is_not_installed_says_how_to(backend, install: str, monkeypatch: p
     monkeypatch.setitem(INSTALLED, backend.name, False)
     with pytest.raises(AssertionError, match=f"not installed: .*{install}"):
         assert backend().why_not(READY) is None
-
-
-def test_custom_positions_are_fine_without_bias_or_with_columns() -> None:
-    increasing = vars(READY) | {"order": "increasing"}
-    assert Flash().why_not(Need(**increasing)) is None
-    assert Flash3().why_not(Need(**(increasing | {"biased": True}))) is None
-
-
-def test_the_call_itself_refuses() -> None:
-    q = torch.zeros(1, 1, 4, 64)
-    with pytest.raises(BackendUnavailableError, match="'flash' cannot serve this call: flash-attn runs on CUDA only"):
-        Flash()(q, q, q, scale=1.0)
 
 
 @pytest.mark.parametrize("backend", [Flash, Flash3, Flash4], ids=lambda b: b.name)
@@ -330,16 +326,6 @@ def test_soft_caps_and_values_of_another_width(backend, layout: str, kind: dict)
         out = backend.attend(Call.of(one.q, one.k, one.v, one.layout, **how))
     right, fair = truth(one, backward=False)[0], naive(one, backward=False)[0]
     assert error(out, right) <= 2 * error(fair, right)
-
-
-@pytest.mark.parametrize("backend", [Flash3(), Flash4()], ids=lambda b: b.name)
-def test_a_cap_would_bend_columns(backend) -> None:
-    assert "cap" in backend.refuses(replace(READY, biased=True, softcap=50.0))
-    assert backend.refuses(replace(READY, softcap=50.0)) is None
-
-
-def test_a_cap_goes_without_dropout() -> None:
-    assert "attention_dropout" in Flash().refuses(replace(READY, softcap=50.0, dropout=0.1))
 
 
 @pytest.mark.parametrize("softcap", [None, 0.7])
@@ -371,29 +357,16 @@ def test_the_log_sum_exp_is_that_of_capped_scores(
 
 
 def _backward(dout, q, k, v, out, softmax_lse, dq, dk, dv, **options) -> None:
-    """Autograd of sum(exp(score - lse) v) in float64, where lse and out are constants, written into dq, dk and dv."""
+    """What the packages' kernels compute out of an lse and an output that are given, written into dq, dk and dv."""
     assert {x.dtype for x in (dout, q, k, v, out)} == {q.dtype}
     assert softmax_lse.dtype == torch.float32
     assert all(x.stride(-1) == 1 for x in (dout, q, k, v, out, dq, dk, dv))
     assert softmax_lse.is_contiguous()
-    assert not (softmax_lse == -torch.inf).any(), "infinite weights"
     assert (options["dropout_p"], options["alibi_slopes"]) == (0.0, None)
-    wide = [x.double().transpose(1, 2).requires_grad_() for x in (q, k, v)]
-    groups = q.shape[2] // k.shape[2]
-    keys, values = (x.repeat_interleave(groups, 1) for x in wide[1:])
-    scores = wide[0] @ keys.mT * options["softmax_scale"]
-    scores = options["softcap"] * torch.tanh(scores / options["softcap"]) if options["softcap"] else scores
-    ahead = torch.arange(k.shape[1]) - torch.arange(q.shape[1])[:, None] - (k.shape[1] - q.shape[1])
     left, right = options["window_size_left"], options["window_size_right"]
     assert right == (-1 if left == -1 else 0)
-    hidden = (ahead > 0) & options["causal"] | (ahead < -left) & (left >= 0)
-    weights = (scores - softmax_lse.double()[..., None]).exp().masked_fill(hidden, 0.0)
-    up = dout.double().transpose(1, 2)
-    # The softmax's own part of the gradient, which the kernel takes from out: a constant for all keys of a query.
-    share = (up * out.double().transpose(1, 2)).sum(-1)
-    loss = ((weights @ values) * up).sum() - (weights.sum(-1) * share).sum()
-    for to, found in zip((dq, dk, dv), torch.autograd.grad(loss, wide), strict=True):
-        to.copy_(found.transpose(1, 2))
+    how = options["softmax_scale"], options["causal"], left, right, options["softcap"]
+    flash_program.bwd(dout, q, k, v, out, softmax_lse, dq, dk, dv, None, 0.0, *how)
 
 
 @pytest.mark.parametrize("older", [False, True], ids=["2.7", "2.6"])
@@ -458,8 +431,5 @@ def test_a_part_of_more_keys_than_queries_has_its_window(backend, monkeypatch) -
     assert (out.shape, lse.shape) == (q.shape, q.shape[:3])
     assert given["causal"]
     assert given["window_size"] == (4, 0)
-
-
-def test_the_build_of_pypi_gets_no_windows(monkeypatch) -> None:
     monkeypatch.setattr(Flash3, "module", FORWARD_ONLY)
-    assert not Flash3().bands(READY)
+    assert not Flash3().bands(READY), "the build of PyPI gets no windows"

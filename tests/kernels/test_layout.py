@@ -74,11 +74,6 @@ def test_memo_forgets_when_its_owner_changes() -> None:
     assert layout.memo("sum", lambda: torch.tensor(7.0), owner=torch.ones(2)) == 7
 
 
-def test_a_shard_has_no_mask() -> None:
-    with pytest.raises(InvalidParameterError, match="its engine decides"):
-        Layout.shard(torch.arange(4)[None]).visible()
-
-
 POSITIONS = torch.arange(4)[None]
 
 
@@ -103,6 +98,9 @@ POSITIONS = torch.arange(4)[None]
         (lambda: Layout.packed([]), "at least one positive integer each"),
         (lambda: Layout.causal(1, 5, 4), "found 4 for 5"),
         (lambda: Layout.cached(1, 2, 8, filled=9), "found 2, 9, 8"),
+        (lambda: Layout.shard(POSITIONS).visible(), "its engine decides"),
+        (lambda: Layout.shard(POSITIONS).both_ways, "engine makes it causal"),
+        (lambda: Layout.causal(1, 2, 5).mirrored, "no cache and no shard"),
     ],
 )
 def test_refuses(call, match: str) -> None:
@@ -133,10 +131,3 @@ def test_the_past_of_a_mirrored_layout_is_the_future(name: str) -> None:
     )
     assert sorted(mirrored.spans or ()) == sorted(again.spans or ())
     assert mirrored.consecutive == layout.consecutive
-
-
-def test_what_cannot_be_read_both_ways_is_refused() -> None:
-    with pytest.raises(InvalidParameterError, match="no cache and no shard"):
-        _ = Layout.causal(1, 2, 5).mirrored
-    with pytest.raises(InvalidParameterError, match="engine makes it causal"):
-        _ = Layout.shard(torch.arange(4)[None]).both_ways

@@ -73,25 +73,18 @@ def test_soft_caps_go_to_the_first_that_has_them(monkeypatch: pytest.MonkeyPatch
         assert select("auto", replace(capped, lse=True, biased=False))[0].name == name
 
 
-def test_a_named_backend_never_falls_back() -> None:
-    with pytest.raises(
-        BackendUnavailableError, match=r"'flex' cannot .* no backward on CPU.* These can: sdpa, reference"
-    ):
-        select("flex", Need(training=True))
-
-
-def test_nothing_can() -> None:
-    with pytest.raises(
-        BackendUnavailableError, match=r"No attention backend can serve this call. flash: .* reference: "
-    ):
-        select("auto", Need(order="external", window=4))
-    with pytest.raises(BackendUnavailableError, match="No other backend can either"):
-        select("reference", Need(order="external", window=4))
-
-
-def test_unknown_name() -> None:
-    with pytest.raises(UnknownNameError, match=r"Unknown attention backend 'sdap'. Did you mean 'sdpa'?"):
-        select("sdap", Need())
+@pytest.mark.parametrize(
+    ("name", "need", "error", "said"),
+    [
+        ("flex", Need(training=True), BackendUnavailableError, "'flex' .* no backward on CPU.* can: sdpa, reference"),
+        ("auto", Need(order="external", window=4), BackendUnavailableError, "No .* this call. flash: .* reference: "),
+        ("reference", Need(order="external", window=4), BackendUnavailableError, "No other backend can either"),
+        ("sdap", Need(), UnknownNameError, r"Unknown attention backend 'sdap'\. Did you mean 'sdpa'\?"),
+    ],
+)
+def test_a_named_backend_never_falls_back(name: str, need: Need, error: type[Exception], said: str) -> None:
+    with pytest.raises(error, match=said):
+        select(name, need)
 
 
 def test_a_name_may_carry_one_number() -> None:
