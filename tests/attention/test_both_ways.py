@@ -14,7 +14,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import ctxext
 from ctxext.core.subject import Subject
-from ctxext.errors import CheckpointError, IncompatibleError, InvalidParameterError
+from ctxext.errors import CheckpointError, IncompatibleError
 from ctxext.methods.formulas import alibi_slopes
 from ctxext.spec import AlibiSpec
 from tests._models import RECENT, tiny, tokens
@@ -190,11 +190,6 @@ def test_one_key_head_serves_both_halves() -> None:
         if ctxext.describe(model).method is None or ctxext.unpatch(model) is not None
     ]
     torch.testing.assert_close(*found, rtol=1e-9, atol=1e-9)
-
-
-def test_both_ways_must_be_one_of_two() -> None:
-    with pytest.raises(InvalidParameterError, match="both_ways must be 'symmetric' or 'halves', found 'left'"):
-        ctxext.method("alibi", both_ways="left")
 
 
 def test_halves_refuse_a_cache_and_symmetric_distances_take_one() -> None:

@@ -7,7 +7,6 @@ from collections.abc import Callable
 
 import pytest
 
-from ctxext.errors import InvalidParameterError
 from ctxext.methods.abf import ABF
 from ctxext.spec import RopeSpec
 
@@ -30,10 +29,3 @@ def test_a_given_base_is_used(rope: RopeSpec, thetas: Callable[..., list]) -> No
     turns = [theta * (rope.base / 2e6) ** (2 * i / rope.rotary_dim) for i, theta in enumerate(thetas(rope))]
     assert found.inv_freq.tolist() == pytest.approx(turns, rel=1e-12)
     assert found.attention_scale == 1
-
-
-def test_a_smaller_base_than_the_models_is_refused() -> None:
-    with pytest.raises(
-        InvalidParameterError, match=r"base must be at least the model's own \(500000\.0\), found 10000"
-    ):
-        ABF(factor=4, base=1e4).rope_parameters(RopeSpec(128, 5e5, 8192))

@@ -33,22 +33,16 @@ def unturned(thetas: list[float], trained: int) -> int:
     return sum(2 * math.pi / theta > trained for theta in thetas)
 
 
-@pytest.mark.parametrize("clip", [2, 4, "auto"])
+@pytest.mark.parametrize("clip", [2, 4, "auto", "all"])
 def test_the_last_pairs_fall_by_half_a_wave(rope: RopeSpec, thetas: Callable[..., list[float]], clip: Any) -> None:
     plain = thetas(rope)
+    clip = len(plain) if clip == "all" else clip
     count = unturned(plain, rope.trained_length) if clip == "auto" else clip
     found = clipped(rope, plain_inv_freq(rope), clip)
     expected = [theta * share for theta, share in zip(plain, shares(len(plain), count), strict=True)]
     assert found.tolist() == pytest.approx(expected, rel=1e-12, abs=1e-20)
     assert found[-1] == 0
     assert found[-count] == pytest.approx(plain[-count], rel=1e-14)
-
-
-def test_all_pairs_can_be_clipped(rope: RopeSpec, thetas: Callable[..., list[float]]) -> None:
-    pairs = rope.rotary_dim // 2
-    found = clipped(rope, plain_inv_freq(rope), pairs).tolist()
-    expected = [theta * share for theta, share in zip(thetas(rope), shares(pairs, pairs), strict=True)]
-    assert found == pytest.approx(expected, rel=1e-12, abs=1e-20)
 
 
 def test_the_authors_clip_20_of_64() -> None:

@@ -1,8 +1,10 @@
-"""What each method refuses: values that it cannot have, and models, texts and targets that it does not fit."""
+"""What each method refuses: values that it cannot have, and models, texts and targets that it does not fit.
+
+Values of a wrong type, and numbers that no parameter takes, are those of ``tests/contracts/test_parameters.py``.
+"""
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import pytest
@@ -20,43 +22,25 @@ GIVEN: dict[str, dict[str, Any]] = {
 ALPHA = r"alpha must be (a finite number, above 0 and below 1|other than 0\.5)"
 CLIP = "clip must be 'auto', or a whole number of pairs, at least 2, or None, found"
 VALUES: list[tuple[str, dict[str, Any], str]] = [
-    *(
-        ("abf", {"base": bad}, "base must be a finite number, above 1, or None, found")
-        for bad in (1, math.nan, "1e6", True)
-    ),
-    *(("alibi", {"bias": bad}, "bias must be 'exact' or 'stock', found") for bad in ("rounded", None, True)),
-    *(("cope", {"places": bad}, "places must be a whole number from 2 to 65,536") for bad in (1, 2.5)),
+    ("abf", {"base": 1}, "base must be a finite number, above 1, or None, found"),
+    ("alibi", {"bias": "rounded"}, "bias must be 'exact' or 'stock', found"),
+    ("alibi", {"both_ways": "left"}, "both_ways must be 'symmetric' or 'halves', found 'left'"),
+    ("cope", {"places": 1}, "places must be a whole number from 2 to 65,536"),
     ("dpe", {"groups": (2, 0)}, r"groups\[1\] must be a whole number of tokens"),
     ("dpe", {"groups": "llama-3-8B"}, r"llama-3-8B.*Did you mean 'llama-3-8b'"),
-    *(
-        ("dynamic_ntk", {"reach": bad}, "reach must be a finite number, at least 1, or None, found")
-        for bad in (0.5, math.nan, "8", True)
-    ),
+    ("dynamic_ntk", {"reach": 0.5}, "reach must be a finite number, at least 1, or None, found"),
     ("dynamic_yarn", {"beta_fast": 0.5}, "beta_fast must be "),
-    ("dynamic_yarn", {"beta_slow": "1"}, "beta_slow must be "),
-    ("dynamic_yarn", {"ramp": "linear"}, "ramp must be "),
-    *(("fire", {"width": bad}, "width must be (a|above)") for bad in (0, 2.5)),
-    ("fire", {"threshold": -1}, "threshold must be (a|above)"),
-    *(("hierarchical", {"alpha": bad}, ALPHA) for bad in (0, 1, 0.5, -0.1, "0.4", True, None)),
-    ("llama3", {"low_freq_factor": -1}, r"low_freq_factor must be a finite number, above 0, found -1"),
+    ("fire", {"width": 0}, "width must be (a|above)"),
+    *(("hierarchical", {"alpha": bad}, ALPHA) for bad in (0, 1, 0.5, -0.1)),
     ("llama3", {"high_freq_factor": 1}, r"high_freq_factor must be above low_freq_factor \(1\.0\)"),
-    ("llama3", {"high_freq_factor": True}, "high_freq_factor must be a finite number, .* found True"),
     ("longrope", {"short_factor": (1, 0, 1, 1)}, r"short_factor\[1\] must be a finite number, above 0, found 0"),
-    ("longrope", {"long_factor": (1, math.nan, 1, 1)}, r"long_factor\[1\] must be a finite number, above 0, found nan"),
-    ("longrope", {"long_factor": ("1", 1, 1, 1)}, r"long_factor\[0\] must be a finite number, above 0, found '1'"),
-    ("longrope", {"long_factor": 4.0}, r"long_factor must be a list such as .* found 4\.0"),
     ("longrope", {"short_factor": ()}, "short_factor must be a list such as"),
     ("longrope", {"long_factor": (1.0, 2.0)}, r"long_factor must be as long as short_factor \(4 numbers\)"),
     ("longrope", {"attention_factor": 0}, "attention_factor must be a finite number, above 0, or None, found 0"),
-    *(
-        ("nope", {"sharpening": bad}, "sharpening must be a finite number, at least 0, found")
-        for bad in (-0.1, math.nan, "0.1", None, True)
-    ),
+    ("nope", {"sharpening": -0.1}, "sharpening must be a finite number, at least 0, found"),
     *(("ntk", {"clip": bad}, f"{CLIP} {bad!r}") for bad in (1, 2.5, "all")),
     ("ntk_by_parts", {"alpha": 0}, r"alpha must be a finite number, above 0, found 0"),
-    ("ntk_by_parts", {"alpha": "1"}, "alpha must be a finite number, above 0, found '1'"),
     ("ntk_by_parts", {"beta": 1}, r"beta must be above alpha \(1\.0\), found 1\.0"),
-    ("ntk_by_parts", {"beta": math.inf}, "beta must be a finite number"),
     ("path", {"rank": 0}, "rank must be (a|above)"),
     *(("path", {"strength": bad}, "strength must be (a|above)") for bad in (2.0, 0)),
     ("rerope", {"leak": 1.0}, "leak must be a finite number, at least 0 and below 1"),
@@ -83,35 +67,18 @@ VALUES: list[tuple[str, dict[str, Any], str]] = [
     *(("sandwich", {"dimensions": bad}, "dimensions must be an even number") for bad in (0, 7, 8.0)),
     ("self_extend", {"group": 4, "reach": 32}, "reach must be left out where group is given"),
     ("self_extend", {"group": 0}, "group must be a whole number"),
-    ("self_extend", {"thinning": -1}, "thinning must be a finite number from 0 to 1, or None, found -1"),
-    ("self_extend", {"sinks": 1.5}, r"sinks must be a whole number of tokens, at least 0, found 1\.5"),
     ("shaw", {"clip": 0}, "clip must be a whole number of tokens from 1 to 65,536"),
     ("sinusoidal", {"base": 1.0}, "base must be a finite number"),
-    *(("sinusoidal", {"amplitude": bad}, "amplitude must be a finite number") for bad in (0.0, "1")),
+    ("sinusoidal", {"amplitude": 0.0}, "amplitude must be a finite number"),
     ("streaming", {"sinks": 0}, "sinks must be a whole number"),
-    *(
-        ("stretch", {"keep": bad}, "keep must be a whole number of rows, at least 0, found")
-        for bad in (-1, 2.0, "20", True, None)
-    ),
-    *(("t5_bias", {"buckets": bad}, "buckets must be (a|above)") for bad in (1, 3.5)),
-    *(("t5_bias", {"max_distance": bad}, "max_distance must be (a|above)") for bad in (16, "128")),
-    ("table", {"inv_freq": (1.0, math.inf)}, r"inv_freq\[1\] must be a finite number, at least 0, found inf"),
+    ("stretch", {"keep": 2.0}, "keep must be a whole number of rows, at least 0, found"),
+    ("t5_bias", {"buckets": 1}, "buckets must be (a|above)"),
+    ("t5_bias", {"max_distance": 16}, "max_distance must be (a|above)"),
     ("table", {"inv_freq": (1.0, -0.5)}, r"inv_freq\[1\] must be a finite number, at least 0, found -0\.5"),
-    ("table", {"inv_freq": "1.0"}, r"inv_freq must be a list such as .* found '1\.0'"),
-    *(
-        ("table", {"attention_scale": bad}, f"attention_scale must be a finite number, above 0, found {bad}")
-        for bad in (math.nan, None)
-    ),
     ("yarn", {"beta_slow": 0}, "beta_slow must be a finite number, above 0, found 0"),
     ("yarn", {"beta_fast": 1}, r"beta_fast must be above beta_slow \(1\.0\), found 1"),
-    ("yarn", {"beta_fast": "32"}, "beta_fast must be a finite number, .* found '32'"),
-    ("yarn", {"truncate": 1}, "truncate must be True or False, found 1"),
     ("yarn", {"ramp": "linear"}, "ramp must be 'index' or 'turns', found 'linear'"),
-    ("yarn", {"blend": "period"}, "blend must be 'frequency' or 'wavelength', found 'period'"),
-    *(
-        ("yarn", {"attention_factor": bad}, f"attention_factor must be a finite number, above 0, or None, found {bad}")
-        for bad in (0, True)
-    ),
+    ("yarn", {"attention_factor": 0}, "attention_factor must be a finite number, above 0, or None, found 0"),
     ("yarn", {"mscale": 1.0}, r"mscale_all_dim must be given with mscale \(1\.0\) or not at all, found None"),
     ("yarn", {"mscale": 1, "mscale_all_dim": 1, "attention_factor": 1}, "attention_factor must be None when mscale"),
     ("yarn", {"divisor": 0.5}, r"divisor must be a finite number, at least 1, or None"),
@@ -176,6 +143,12 @@ UNTURNED = RopeSpec(rotary_dim=8, base=1e4, trained_length=4096, inv_freq=(0.0,)
         ("abf", {"factor": 4}, RopeSpec(8, 1e4, 6), "trained_length must be above 2 pi, or base be given, found 6"),
         ("dynamic_ntk", {}, PAIR, r"rotary_dim must be above 2 .* found 2"),
         ("dynamic_yarn", {}, UNTURNED, "no pair of dimensions turns"),
+        (
+            "abf",
+            {"factor": 4, "base": 1e4},
+            RopeSpec(128, 5e5, 8192),
+            r"at least the model's own \(500000\.0\), found 1",
+        ),
         ("longrope", {}, LARGE, r"the length of long_factor must be 64 \(rotary_dim / 2\), found 4"),
         ("longrope", {}, RopeSpec(8, 1e4, 1), "trained_length must be above 1 unless attention_factor is set"),
         ("ntk", {}, PAIR, r"rotary_dim must be above 2 .* found 2"),

@@ -71,28 +71,32 @@ STOCK_VARIANTS = [
 ]
 
 
+def require_stock(rope: RopeSpec, method: YaRN, rope_type: str) -> None:
+    """Hold frequencies and temperature to what stock transformers computes from the stored form."""
+    parameters = method.rope_parameters(rope)
+    assert parameters["rope_type"] == rope_type
+    config = LlamaConfig(
+        head_dim=rope.rotary_dim,
+        max_position_embeddings=4 * rope.trained_length,
+        rope_parameters=json.loads(json.dumps(parameters)),
+    )
+    inv_freq, scale = ROPE_INIT_FUNCTIONS[rope_type](config)
+    expected = method.frequencies(rope, 7)
+    torch.testing.assert_close(inv_freq.double(), expected.inv_freq, rtol=1e-5, atol=0)
+    assert scale == pytest.approx(expected.attention_scale, rel=1e-12)
+
+
 @pytest.mark.parametrize("variant", STOCK_VARIANTS, ids=str)
 def test_variants_are_the_same_in_stock_transformers(
     rope: RopeSpec, variant: dict, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if variant.get("beta_slow", 1) > rope.trained_length / (2 * math.pi):
         pytest.skip("refused, see test_slow_threshold_beyond_the_fastest_frequency")
-    method = YaRN(factor=4, **variant)
-    parameters = method.rope_parameters(rope)
-    is_stock_yarn = not variant.keys() & {"ramp", "blend"}
-    assert parameters["rope_type"] == ("yarn" if is_stock_yarn else "longrope")
     messages: list[str] = []
     monkeypatch.setattr(logging.getLogger("transformers.modeling_rope_utils"), "warning", messages.append)
-    config = LlamaConfig(
-        head_dim=rope.rotary_dim,
-        max_position_embeddings=4 * rope.trained_length,
-        rope_parameters=json.loads(json.dumps(parameters)),
-    )
-    inv_freq, scale = ROPE_INIT_FUNCTIONS[parameters["rope_type"]](config)
+    is_stock_yarn = not variant.keys() & {"ramp", "blend"}
+    require_stock(rope, YaRN(factor=4, **variant), "yarn" if is_stock_yarn else "longrope")
     assert messages == []
-    expected = method.frequencies(rope, 7)
-    torch.testing.assert_close(inv_freq.double(), expected.inv_freq, rtol=1e-5, atol=0)
-    assert scale == pytest.approx(expected.attention_scale, rel=1e-12)
 
 
 @pytest.mark.parametrize(
@@ -105,15 +109,7 @@ def test_variants_are_the_same_in_stock_transformers(
     ids=["both ends at the first pair", "last end behind the last pair", "a divisor of its own"],
 )
 def test_clamped_ends_and_divisors_are_those_of_stock_transformers(rope: RopeSpec, method: YaRN) -> None:
-    config = LlamaConfig(
-        head_dim=rope.rotary_dim,
-        max_position_embeddings=4 * rope.trained_length,
-        rope_parameters=method.rope_parameters(rope),
-    )
-    inv_freq, scale = ROPE_INIT_FUNCTIONS["yarn"](config)
-    expected = method.frequencies(rope, 7)
-    torch.testing.assert_close(inv_freq.double(), expected.inv_freq, rtol=1e-5, atol=0)
-    assert scale == pytest.approx(expected.attention_scale, rel=1e-12)
+    require_stock(rope, method, "yarn")
 
 
 def test_stock_form_has_no_key_that_is_a_default() -> None:
