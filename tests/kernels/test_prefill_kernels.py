@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import importlib
 import random
+from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
 from tests._programs import ROOT, ran
-from tests.kernels.test_step_kernel import Launches
+from tests.kernels.test_step_kernel import Launches, programs
 from tests.referee import twin
 
 pytest.importorskip("triton")
@@ -70,15 +71,33 @@ def turns() -> None:
         assert torch.equal(launch(x, angles.cos().float(), angles.sin().float(), interleaved, tail, back), found)
 
 
+def launched(name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> Launches:
+    """Return what is launched for many rows of 33 tokens."""
+    module, launches = importlib.import_module(f"ctxext.kernels._{name}_kernel"), Launches()
+    monkeypatch.setattr(module, f"_{name}", launches.of(getattr(module, f"_{name}")))
+    x, lse = (torch.empty(1024, 65, 33, *width, device="meta") for width in ([128], []))
+    x, angles = x.to(dtype), torch.empty(1, 1, 33, 64, device="meta")
+    is_interleaved = dtype == torch.float32
+    module.launch(*((x, lse, x, lse, 0.0) if name == "merge" else (x, angles, angles, is_interleaved, False, False)))
+    return launches
+
+
 @pytest.mark.parametrize("name", ["merge", "turn"])
 def test_many_rows_start(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """CUDA takes at most 65,535 programs on every axis of a grid but the first."""
-    module, launches = importlib.import_module(f"ctxext.kernels._{name}_kernel"), Launches()
-    monkeypatch.setattr(module, f"_{name}", launches.of(name))
-    x, lse = torch.empty(1024, 65, 33, 4, device="meta"), torch.empty(1024, 65, 33, device="meta")
-    angles = torch.empty(1, 1, 33, 2, device="meta")
-    module.launch(*((x, lse, x, lse, 0.0) if name == "merge" else (x, angles, angles, False, False, False)))
-    assert [grid for _, grid, *_ in launches] == [(1024 * 65 * 3,)]
+    assert [grid for _, grid, *_ in launched(name, torch.float16, monkeypatch)] == [(1024 * 65 * 3,)]
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("capability", [80, 90])
+@pytest.mark.parametrize("name", ["merge", "turn"])
+def test_kernels_compile_for_a_gpu_that_is_not_there(
+    name: str, capability: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    ((program, _),) = programs(launched(name, dtype, monkeypatch), capability)
+    assert "cubin" in program.asm
 
 
 @pytest.mark.nightly
@@ -88,34 +107,3 @@ def test_kernels_compute_what_torch_computes_in_float64(monkeypatch: pytest.Monk
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     done = ran(["-c", program], ROOT)
     assert done.stdout.strip().endswith("equal"), done.stderr[-3000:]
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("capability", [80, 90])
-@pytest.mark.parametrize("kernel", ["merge", "turn"])
-def test_kernels_compile_for_a_gpu_that_is_not_there(kernel: str, capability: int) -> None:
-    done = ran(["-c", COMPILES, kernel, str(capability)], ROOT)
-    assert done.stdout.count("cubin") == len(DTYPES), done.stderr[-3000:]
-
-
-COMPILES = """
-import sys
-import triton
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
-from ctxext.kernels import _merge_kernel
-from ctxext.kernels import _turn_kernel
-
-for dtype in ("fp32", "fp16", "bf16"):
-    if sys.argv[1] == "merge":
-        kernel, pointers = _merge_kernel._merge, {"total": dtype, "total_lse": "fp32", "out": dtype, "lse": "fp32"}
-        constants = {"WIDE": 128, "ROWS": 16}
-    else:
-        kernel, pointers = _turn_kernel._turn, {"x": dtype, "cos": "fp32", "sin": "fp32", "turned": dtype}
-        constants = {"INTERLEAVED": dtype == "fp32", "BACK": False, "WIDE": 128, "ROWS": 16}
-    signature = {name: "i32" for name in kernel.arg_names} | {name: f"*{kind}" for name, kind in pointers.items()}
-    signature |= {"bias": "fp32"} if "bias" in signature else {}
-    signature |= {name: "constexpr" for name in constants}
-    source = ASTSource(kernel, signature, constexprs=constants)
-    print(*triton.compile(source, target=GPUTarget("cuda", int(sys.argv[2]), 32)).asm)
-"""

@@ -219,11 +219,18 @@ def compiled(
     **setting: Any,
 ) -> Iterator[tuple[Any, dict[str, Any]]]:
     """Yield the programs of a step, for a GPU that is not there, and the constants of each."""
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    yield from programs(launched(monkeypatch, **setting), target, as_)
+
+
+def programs(
+    launches: Launches, target: int | str, as_: Sequence[str] = ("i32", "fp32")
+) -> Iterator[tuple[Any, dict[str, Any]]]:
+    """Yield the programs that are launched, compiled for a target, and the constants of each."""
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    for kernel, _, args, constants in launched(monkeypatch, **setting):
+    for kernel, _, args, constants in launches:
         options = {"num_warps": constants.pop("num_warps")} if "num_warps" in constants else {}
         signature = {name: _type(value, *as_) for name, value in zip(kernel.arg_names, args, strict=False)}
         fixed = [at for at, parameter in enumerate(kernel.params[: len(args)]) if not parameter.do_not_specialize]
