@@ -11,7 +11,6 @@ from packaging.version import Version
 from torch import Tensor
 from transformers import (
     AutoModelForImageTextToText,
-    BertConfig,
     BertForMaskedLM,
     LlamaConfig,
     LlamaForCausalLM,
@@ -110,7 +109,7 @@ def bert(kind: Any = BertForMaskedLM, **changes: Any) -> Any:
     sizes = {"vocab_size": 260, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
     sizes |= {"num_attention_heads": 2, "max_position_embeddings": TRAINED_LENGTH, "pad_token_id": 259}
     sizes["initializer_range"] = 0.3  # its losses differ a lot
-    return kind(BertConfig(**(sizes | changes))).eval()
+    return kind(kind.config_class(**(sizes | changes))).eval()
 
 
 def qwen2_vl() -> PreTrainedModel:

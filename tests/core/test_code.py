@@ -72,25 +72,18 @@ def same(kind: type, model: Any) -> Any:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("method", ["self_extend", "yarn", "dynamic_ntk", "alibi", "fox"])
-def test_a_typed_class_is_extended_as_the_class_that_it_is_made_of(typed: Any, method: str) -> None:
-    model = tiny()
-    mine = same(typed.Llama, model)
-    torch.manual_seed(0)
-    ctxext.patch(model, method, factor=2)
-    torch.manual_seed(0)
-    ctxext.patch(mine, method, factor=2)
+@pytest.mark.parametrize(
+    ("model_type", "method"),
+    [*(("llama", name) for name in ("self_extend", "yarn", "dynamic_ntk", "alibi", "fox")), ("bloom", "pi")],
+)
+def test_a_typed_class_is_extended_as_the_class_that_it_is_made_of(typed: Any, model_type: str, method: str) -> None:
+    model = tiny(model_type)
+    mine = same(getattr(typed, model_type.title()), model)
+    for each in (model, mine):
+        torch.manual_seed(0)
+        ctxext.patch(each, method, factor=2)
     torch.testing.assert_close(logits(mine, tokens()), logits(model, tokens()))
     assert not any("LlamaAttention" in note for note in ctxext.describe(mine).notes)
-
-
-@pytest.mark.slow
-def test_biases_of_a_typed_class_are_extended(typed: Any) -> None:
-    model = tiny("bloom")
-    mine = same(typed.Bloom, model)
-    for each in (model, mine):
-        ctxext.patch(each, "pi", factor=2)
-    torch.testing.assert_close(logits(mine, tokens()), logits(model, tokens()))
 
 
 @pytest.mark.parametrize(("field", "is_read"), [("use_alibi", True), ("alibi", False)])

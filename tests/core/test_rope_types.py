@@ -94,9 +94,3 @@ def test_trainer_checkpoints_and_merged_models(plain: Path, tmp_path: Path) -> N
     config = json.loads((tmp_path / "run" / "config.json").read_text())
     assert all(OURS in base for base in values(config["rope_parameters"], "rope_theta"))
     assert torch.equal(logits(ctxext.load(tmp_path / "run"), tokens()), logits(model.eval(), tokens()))
-
-
-def test_unpatched_the_base_is_a_number_again() -> None:
-    model = tiny()
-    before = model.config.to_dict()
-    assert ctxext.unpatch(ctxext.patch(model, "self_extend", factor=4)).config.to_dict() == before
