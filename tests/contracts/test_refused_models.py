@@ -73,15 +73,20 @@ INCOMPATIBLE: list[Any] = [
     (partial(tiny, "granitemoehybrid", position_embedding_type=None), "yarn", {}, "config switches them off"),
     (
         partial(tiny, "esm", position_embedding_type="rotary"),
-        "yarn",
+        "yarn self_extend dynamic_ntk alibi tile nope",
         {},
-        r"keeps frequencies alone among its weights, and 'yarn' needs more than those\. Methods for it: abf, ",
+        r"keeps frequencies alone among .* needs more than those\. Methods for it: abf, llama3, ntk, ntk_by_parts, pi",
     ),
     (
         changed_buckets,
         "stretch_buckets",
         {"trained_length": 64},
         r"buckets distances up to 128, but its config says .*=512",
+    ),
+    ("t5", "stretch_buckets", {}, "does not state the trained length. Pass trained_length"),
+    *(
+        (model_type, "stretch_buckets", {}, rf"^(?!.*changes rotations).*{model_type}")
+        for model_type in ("mpnet", "llama", "bloom", "deberta-v2")
     ),
     # Layers that rotate otherwise than others, or not at all.
     *(
@@ -188,6 +193,8 @@ UNKNOWN: list[Any] = [
     ("llama", "yarn", {"beta_fats": 3}, r"Unknown yarn parameter 'beta_fats'\. Did you mean 'beta_fast'\?"),
     ("llama", "pi", {"beta_fast": 3}, r"Unknown pi parameter 'beta_fast'\."),
     ("llama", "alibi", {"attention": "flahs"}, r"Did you mean 'flash'\?"),
+    ("bloom", "alibi", {"attention": "sdpaa", "trained_length": TRAINED_LENGTH}, "Did you mean 'sdpa'"),
+    ("t5", "stretch_buckets", {"sharpening": 0.1, "trained_length": TRAINED_LENGTH}, "sharpening"),
 ]
 HALVES = {"both_ways": "halves", "trained_length": TRAINED_LENGTH}
 INVALID: list[Any] = [
@@ -285,6 +292,16 @@ INVALID: list[Any] = [
         ("t5", "stretch_buckets", {"temperature": bad, "trained_length": TRAINED_LENGTH}, TEMPERATURE)
         for bad in (0, -1, 1.1, math.nan, "0.8", True)
     ),
+    *(
+        (
+            "t5",
+            "stretch_buckets",
+            {name: value, "trained_length": TRAINED_LENGTH},
+            f"{name}='{value}': this t5 has only",
+        )
+        for name, value in (("sliding_window", "lift"), ("attention", "sdpa"))
+    ),
+    ("bloom", "alibi", {"sliding_window": "lift", "trained_length": TRAINED_LENGTH}, "sliding_window"),
     # Scaled checkpoints, of which the window is never shrunk.
     (scaled, "yarn", {"factor": 16, "scaling": "keep"}, "scaling must be 'extend' or 'replace'"),
     (scaled, "yarn", {"factor": 16, "scaling": "replace", "trained_length": 128}, "contradicts the config"),

@@ -11,7 +11,7 @@ from transformers import EsmConfig, EsmForMaskedLM
 
 import ctxext
 from ctxext.checkpoints.write import patch_checkpoint
-from ctxext.errors import IncompatibleError, PatchStateError
+from ctxext.errors import PatchStateError
 
 TRAINED, FACTOR, HALF, BASE = 66, 2.0, 4, 10_000.0
 IDS = torch.arange(100)[None] % 20 + 4
@@ -63,9 +63,3 @@ def test_frequencies_are_those_of_the_paper_and_load_bit_for_bit(method: str, ro
     assert torch.equal(model(IDS).logits, plain)
     with pytest.raises(PatchStateError, match="Load the original checkpoint"):
         ctxext.unpatch(ctxext.load(tmp_path / "saved"))
-
-
-@pytest.mark.parametrize("method", ["yarn", "self_extend", "dynamic_ntk", "alibi", "tile", "nope"])
-def test_methods_that_need_more_than_frequencies(method: str) -> None:
-    with pytest.raises(IncompatibleError, match="Methods for it: abf, llama3, ntk, ntk_by_parts, pi"):
-        ctxext.patch(esm(), method, factor=FACTOR)
