@@ -24,6 +24,8 @@ SMALL = {
     "dtype": "fp32",
 }
 """What makes a run of that config a small one, on the tests' documents."""
+QUIET: dict[str, Any] = {"logging_steps": 1, "report_to": [], "use_cpu": True, "disable_tqdm": True}
+"""What a Trainer is told in a test."""
 
 
 def _load() -> Any:

@@ -18,6 +18,7 @@ from ctxext.errors import CheckpointError, PatchStateError
 from ctxext.training import ExtensionCallback
 from tests._models import logits, tiny, tokens
 from tests._peft import refusal, through_transformers
+from tests.training._recipe import QUIET
 
 STEPS = 4
 Changed = Callable[[Any], Any]
@@ -48,16 +49,7 @@ def named_lora(change: Changed) -> Any:
 
 
 def trainer(model: Any, directory: Path, callback: bool = True, measured: Any = None, **arguments: Any) -> Trainer:
-    settings = {
-        "max_steps": STEPS,
-        "save_steps": 2,
-        "logging_steps": 1,
-        "learning_rate": 1e-2,
-        "per_device_train_batch_size": 2,
-        "report_to": [],
-        "use_cpu": True,
-        "disable_tqdm": True,
-    }
+    settings = QUIET | {"max_steps": STEPS, "save_steps": 2, "learning_rate": 1e-2, "per_device_train_batch_size": 2}
     rows = [{"input_ids": row, "labels": row} for row in tokens(96, rows=8)]
     return Trainer(
         model,

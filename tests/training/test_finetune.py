@@ -200,8 +200,3 @@ def test_a_loss_that_is_no_number_stops_training(
     ):
         recipe.finetune(settings())
     assert last_checkpoint(tmp_path / "run") == tmp_path / "run" / "checkpoint-2"
-
-
-def test_sequences_beyond_the_window(settings: Any) -> None:
-    with pytest.raises(InvalidParameterError, match="of 200 tokens do not fit into the extended window of 128"):
-        recipe.finetune(settings("--data.length", "200"))

@@ -18,6 +18,7 @@ from ctxext.errors import IncompatibleError, InvalidParameterError, PatchStateEr
 from ctxext.training import chunk_loss, loss
 from tests._models import on_recent, tiny, tokens
 from tests.kernels.cases import Largest
+from tests.training._recipe import QUIET
 
 LENGTH = 50
 CHUNKS = (14, 1024)
@@ -191,16 +192,8 @@ def test_a_batch_without_any_label() -> None:
 
 
 def run(model: Any, directory: Path, **arguments: Any) -> tuple[list[float], list[float], float]:
-    settings = {
-        "max_steps": 3,
-        "logging_steps": 1,
-        "per_device_train_batch_size": 1,
-        "gradient_accumulation_steps": 2,
-        "learning_rate": 1e-4,
-        "report_to": [],
-        "use_cpu": True,
-        "disable_tqdm": True,
-    }
+    settings = QUIET | {"max_steps": 3, "learning_rate": 1e-4}
+    settings |= {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 2}
     data = batch(rows=8)
     rows = [{"input_ids": i, "labels": t} for i, t in zip(data["input_ids"], data["labels"], strict=True)]
     trainer = Trainer(

@@ -20,6 +20,7 @@ from ctxext.errors import IncompatibleError, InvalidParameterError
 from ctxext.training.lora import attach_lora
 from ctxext.training.parallel import launched_parallelism, release_attention, require_carried, whole_sequence
 from tests._models import tiny, tokens
+from tests.attention.test_wiring import FALCON
 
 LENGTH = 96
 
@@ -40,7 +41,6 @@ def eager(model: Any) -> Any:
     return model
 
 
-FALCON = {"alibi": True, "new_decoder_architecture": False, "multi_query": False}
 WINDOWED = {"changes": {"sliding_window": 32}, "sliding_window": "keep"}
 REFUSED: list[tuple[Any, dict[str, int], str]] = [
     (lambda: eager(patched("yarn")), {"cp_size": 2}, "attention of this model is 'eager'. Load it with attn_impl"),

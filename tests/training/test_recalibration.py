@@ -11,7 +11,6 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import ctxext
-from ctxext.errors import InvalidParameterError
 from ctxext.training.lora import attach_lora, merged
 from tests._models import logits, tiny, tokens
 from tests.training._recipe import RECIPES, losses, recipe
@@ -65,8 +64,3 @@ def test_whole_weights_are_trained_saved_and_merged(tied: bool, tmp_path: Path) 
         assert torch.equal(value, loaded.state_dict()[name])
         is_trained = tied or not name.startswith(("model.embed_tokens", "lm_head"))
         torch.testing.assert_close(value, expected[name] + (1.0 if is_trained else 0.0))
-
-
-def test_weights_of_4_bits_are_not_trained_whole(settings: Any) -> None:
-    with pytest.raises(InvalidParameterError, match=r"set lora\.whole to false"):
-        settings("--quantisation", "nf4", "--lora.whole", "true")

@@ -16,7 +16,6 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 import ctxext
-from ctxext.errors import InvalidParameterError
 from ctxext.training.documents import TokenisedDocuments
 from ctxext.training.retrieval import BEGINNING, RETRIEVAL, RetrievalSequences
 from ctxext.training.sequences import IGNORED, TrainingSequences
@@ -186,16 +185,3 @@ def test_trained_on_keys_a_model_loses_less_on_their_answers(settings: Any, toke
             before = model(asked).logits[:, -8:-1]
         found.append(cross_entropy(before.flatten(0, 1), asked[:, -7:].flatten()).item())  # " 12345."
     assert found[1] < 0.75 * found[0], found
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        (["--data.retrieval", "0.2", "--data.positions", "packed", "--training.batch", "1"], "one text in a sequence"),
-        (["--data.retrieval", "1.2"], "less than or equal to 1"),
-        (["--data.retrieval", "0.2", "--data.retrieval_kinds", "riddles"], "keys"),
-    ],
-)
-def test_what_does_not_fit_is_refused(settings: Any, changes: list[str], message: str) -> None:
-    with pytest.raises(InvalidParameterError, match=message):
-        settings(*changes)

@@ -12,7 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 import ctxext
-from ctxext.errors import BackendUnavailableError, CheckpointError, InvalidParameterError, install_line
+from ctxext.errors import BackendUnavailableError, CheckpointError, install_line
 from ctxext.training.checkpoint import four_bits, in_fast_dtype, load_base, require_device
 from ctxext.training.lora import attach_lora
 from tests.training._recipe import recipe
@@ -54,13 +54,6 @@ def test_a_run_computes_in_what_its_device_is_fast_in(
     automatic = settings("--dtype", "auto")
     assert [in_fast_dtype(automatic, device).dtype for device in ("cpu", "cuda")] == [fast, "bf16"]
     assert in_fast_dtype(settings("--dtype", "bf16"), "cpu").dtype == "bf16"
-
-
-def test_what_cannot_be_quantised(settings: Any) -> None:
-    with pytest.raises(InvalidParameterError, match="quantisation needs a checkpoint of safetensors"):
-        settings("--quantisation", "nf4", "--checkpoint", "model.gguf")
-    with pytest.raises(InvalidParameterError, match=r"set training.batch to 1 and raise training.accumulation\.$"):
-        settings("--positions", "packed", "--training.batch", "2")
 
 
 def test_a_run_begins_from_a_plain_checkpoint(settings: Any, checkpoint: Path, tmp_path: Path) -> None:

@@ -140,6 +140,19 @@ REFUSED: dict[type[Exception], list[tuple[list[str], str]]] = {
             [*TRAIN, "--checkpointing", "no", "--save_attention", "yes"],
             r"save_attention requires checkpointing=True",
         ),
+        # Values that do not go together.
+        ([*TRAIN, "--quantisation", "nf4", "--lora.whole", "true"], r"set lora\.whole to false"),
+        ([*TRAIN, "--quantisation", "nf4", "--checkpoint", "model.gguf"], "needs a checkpoint of safetensors"),
+        ([*TRAIN, "--positions", "packed", "--training.batch", "2"], r"to 1 and raise training.accumulation\.$"),
+        ([*TRAIN, "--retrieval", "0.2", "--positions", "packed", "--training.batch", "1"], "one text in a sequence"),
+        ([*TRAIN, "--retrieval", "1.2"], "less than or equal to 1"),
+        ([*TRAIN, "--retrieval", "0.2", "--retrieval_kinds", "riddles"], "keys"),
+        (
+            [*TRAIN, "--stages", "[{steps: 10, factor: 2}]"],
+            "the stages take 10 steps, which leaves none of training.st",
+        ),
+        ([*TRAIN, "--stages", "[{steps: 1}]"], "stages.0: give one of factor and target_length"),
+        ([*TRAIN, "--window", "64"], "evaluation: window needs lengths"),
     ],
 }
 

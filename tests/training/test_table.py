@@ -4,20 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-from transformers import (
-    AutoModelForCausalLM,
-    AutoModelForMaskedLM,
-    BertConfig,
-    GPT2Config,
-    PreTrainedTokenizerFast,
-    RobertaConfig,
-)
+from transformers import AutoModelForCausalLM, AutoModelForMaskedLM, PreTrainedTokenizerFast, RobertaForMaskedLM
 
 import ctxext
 from ctxext.core.subject import Subject
@@ -29,30 +23,21 @@ from ctxext.training.masked import MaskedSequences, shift_of
 from ctxext.training.sequences import IGNORED, TrainingSequences
 from ctxext.training.settings import Settings, checked_settings
 from ctxext.training.table import TrainedTable
-from tests._models import tiny
+from tests._models import bert, tiny
 from tests._tokenizer import make_two_sided_tokenizer
+from tests.models.test_table import gpt2
 from tests.training._recipe import losses, recipe
+from tests.walk.tiny import TRAINED_LENGTH as TRAINED
 
-TRAINED = 64
-SIZES = {
-    "vocab_size": 260,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "initializer_range": 0.3,
-}
-KINDS: dict[str, Callable[[], Any]] = {
-    "bert": lambda: BertConfig(**SIZES, max_position_embeddings=TRAINED, pad_token_id=259),
-    "roberta": lambda: RobertaConfig(**SIZES, max_position_embeddings=TRAINED + 260, pad_token_id=259),
-    "gpt2": lambda: GPT2Config(vocab_size=260, n_embd=32, n_layer=2, n_head=2, n_positions=TRAINED),
+MADE: dict[str, Callable[[], Any]] = {
+    "bert": bert,
+    "roberta": partial(bert, RobertaForMaskedLM, max_position_embeddings=TRAINED + 260),
+    "gpt2": partial(gpt2, vocab_size=260, n_positions=TRAINED),
 }
 
 
 def made(kind: str) -> Any:
-    torch.manual_seed(0)
-    loader = AutoModelForCausalLM if kind == "gpt2" else AutoModelForMaskedLM
-    return loader.from_config(KINDS[kind]()).eval()
+    return MADE[kind]()
 
 
 def rows_of(model: Any) -> Tensor:
