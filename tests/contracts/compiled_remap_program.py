@@ -1,4 +1,4 @@
-"""Run by test_remap in its own process: steps of remapped models as one graph, in numbers; whole texts around theirs.
+"""Run by test_remap_cache and test_caches in a process of its own: steps as one graph, and whole texts around theirs.
 
 A graph replays what it captured, so that numbers are compared at every token across the borders of a method, after the
 cache lost tokens, got its rows in another order, and began another text; shapes would stay right where these go wrong.
@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from transformers import DynamicCache, StaticCache
+from transformers import CompileConfig, DynamicCache, StaticCache
 
 import ctxext
 from tests._models import logits, tiny, tokens
@@ -86,6 +86,28 @@ def growing() -> None:
             torch.testing.assert_close(found, model(ids[:, : found.shape[1]], use_cache=False).logits)
 
 
+def generated() -> None:
+    """Generate over a static cache, where one graph serves every new token.
+
+    transformers compiles so by itself on CUDA, where a graph for each length would be recorded anew for each token.
+    """
+    for method in ("alibi", "hierarchical_summary", "self_extend", "dual_chunk", "streaming"):
+        model, prompt = ctxext.patch(tiny(), method, factor=4.0), tokens(60, rows=2)
+        mask = torch.ones_like(prompt)
+        mask[1, :7] = 0
+        asked: dict[str, Any] = {"attention_mask": mask, "max_new_tokens": 12, "do_sample": False}
+        asked |= {"eos_token_id": None, "pad_token_id": 0}
+        everywhere = CompileConfig(fullgraph=True, backend="eager")
+        everywhere._compile_all_devices = True
+        expected = model.generate(prompt, **asked)
+        torch._dynamo.reset()
+        torch._dynamo.utils.counters.clear()
+        found = model.generate(prompt, cache_implementation="static", compile_config=everywhere, **asked)
+        assert torch.equal(found, expected)
+        graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+        assert graphs == 1, f"{method}: {graphs} graphs"
+
+
 def texts() -> None:
     """Read whole texts compiled around attention, and hear why they are not one graph."""
     model = ctxext.patch(tiny().double(), "self_extend", factor=4, window=16)
@@ -112,4 +134,4 @@ if __name__ == "__main__":
     for name in sys.argv[1:]:
         torch._dynamo.reset()
         torch._dynamo.utils.counters.clear()
-        {"texts": texts, "growing": growing}.get(name, partial(steps, name))()
+        {"texts": texts, "growing": growing, "generated": generated}.get(name, partial(steps, name))()

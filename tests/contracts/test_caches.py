@@ -312,7 +312,7 @@ def test_compiled_whole_a_static_method_still_remembers() -> None:
 @pytest.mark.nightly
 def test_a_static_cache_is_one_graph_for_all_tokens() -> None:
     """In a process of its own: the checker of shapes that tests run under cannot be compiled."""
-    ran(["-m", "tests.contracts.compiled_generate_program"], ROOT, code=0)
+    ran(["-m", "tests.contracts.compiled_remap_program", "generated"], ROOT, code=0)
 
 
 @pytest.mark.parametrize("method", ["yarn", "self_extend", "dynamic_ntk", "alibi"])

@@ -196,18 +196,6 @@ def test_generate_at_twice_the_length_equals_decoding_without_a_cache(
     assert torch.equal(found, greedy)
 
 
-@pytest.mark.parametrize("model_type", ["gpt2", "opt"])
-def test_generate_of_a_padded_batch_is_that_of_each_text_alone(model_type: str) -> None:
-    model = ctxext.patch(table_model(model_type), "hierarchical", factor=FACTOR)
-    padding = model.config.pad_token_id
-    texts = [text(LENGTH, rows=1), text(LENGTH - 7, rows=1)]
-    settings = {"max_new_tokens": 20, "do_sample": False, "eos_token_id": None, "pad_token_id": padding}
-    alone = [model.generate(one, attention_mask=torch.ones_like(one), **settings)[:, one.shape[1] :] for one in texts]
-    batch = torch.cat([texts[0], torch.cat([torch.full((1, 7), padding), texts[1]], 1)])
-    together = model.generate(batch, attention_mask=(batch != padding).long(), **settings)[:, LENGTH:]
-    assert torch.equal(together, torch.cat(alone))
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @every_method
 def test_half_precision_is_rounded_once(method: str, dtype: torch.dtype) -> None:
