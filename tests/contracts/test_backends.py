@@ -81,32 +81,22 @@ def _check(backend: AttentionBackend, case: Case) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "device", "layout", "biased", "dtype"), pairwise(PLACES, list(LAYOUTS), BIASED, DTYPES)
-)
-def test_equals_the_oracle(name: str, device: str, layout: str, biased: bool, dtype: torch.dtype) -> None:
-    _check(BACKENDS[name](), _on(device, case(layout, dtype, biased=biased)))
-
-
-@pytest.mark.parametrize(
-    ("name", "device", "kv_heads", "layout"), pairwise(PLACES, [1, 4], ["causal", "packed", "decode"])
-)
-def test_any_number_of_key_heads(name: str, device: str, layout: str, kv_heads: int) -> None:
-    _check(BACKENDS[name](), _on(device, case(layout, torch.bfloat16, biased=True, kv_heads=kv_heads)))
-
-
-@pytest.mark.parametrize(
-    ("name", "device", "window", "layout"),
+    ("name", "device", "layout", "biased", "kind", "dtype"),
     pairwise(
         PLACES,
-        [5, 20, 1000],
+        list(LAYOUTS),
+        BIASED,
         [
-            *("causal", "left padded", "packed", "permuted", "decode", "chunked prefill"),
-            *("both ways", "both ways, left padded", "both ways, packed", "both ways, permuted", "both ways, decode"),
+            *({}, {"window": 5}, {"window": 20}, {"window": 1000}, {"kv_heads": 1}, {"kv_heads": 4}),
+            *({"softcap": 0.7}, {"value_dim": 40}, {"value_dim": 96}),
         ],
+        DTYPES,
     ),
 )
-def test_windows(name: str, device: str, layout: str, window: int) -> None:
-    _check(BACKENDS[name](), _on(device, case(layout, torch.float32, biased=True, window=window)))
+def test_equals_the_oracle(
+    name: str, device: str, layout: str, biased: bool, kind: dict[str, Any], dtype: torch.dtype
+) -> None:
+    _check(BACKENDS[name](), _on(device, case(layout, dtype, biased=biased, **kind)))
 
 
 @everywhere
@@ -121,23 +111,6 @@ def test_a_document_is_alone(name: str, device: str) -> None:
     for part, q, k, v in zip(*(x.split(lengths, 2) for x in (whole, packed.q, packed.k, packed.v)), strict=True):
         alone = backend(q, k, v, scale=packed.scale, slopes=packed.slopes)
         torch.testing.assert_close(part, alone, rtol=1e-5, atol=2e-6)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("name", "device", "layout", "biased", "kind", "dtype"),
-    pairwise(
-        PLACES,
-        ["causal", "decode", "padded chunk", "packed", "permuted", "both ways"],
-        BIASED,
-        [{"softcap": 0.7}, {"value_dim": 40}, {"value_dim": 96}],
-        [torch.float32, torch.bfloat16],
-    ),
-)
-def test_soft_caps_and_values_of_another_width(
-    name: str, device: str, layout: str, biased: bool, kind: dict[str, Any], dtype: torch.dtype
-) -> None:
-    _check(BACKENDS[name](), _on(device, case(layout, dtype, biased=biased, **kind)))
 
 
 @everywhere
