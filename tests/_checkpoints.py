@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +32,13 @@ def save(model: Any, directory: Path) -> Path:
     return directory
 
 
+def save_with_tokenizer(model: Any, directory: str | Path, tokenizer: Any = None) -> Path:
+    """Save a model with a tokenizer beside it, which reads bytes unless another is given."""
+    model.save_pretrained(directory)
+    (tokenizer or make_tokenizer(bos=True)).save_pretrained(directory)
+    return Path(directory)
+
+
 def contents(directory: Path) -> dict[str, bytes]:
     """Every file below a directory, hidden ones included."""
     return {str(path.relative_to(directory)): path.read_bytes() for path in directory.rglob("*") if path.is_file()}
@@ -40,14 +47,26 @@ def contents(directory: Path) -> dict[str, bytes]:
 def save_reader(directory: str | Path, longest: int = 2048) -> None:
     """Write a Llama with random weights that reads bytes, for what needs a checkpoint and a tokenizer."""
     shape = SHAPE | {"vocab_size": 257, "max_position_embeddings": longest}
-    LlamaForCausalLM(LlamaConfig(**shape)).save_pretrained(directory)
-    make_tokenizer(bos=True).save_pretrained(directory)
+    save_with_tokenizer(LlamaForCausalLM(LlamaConfig(**shape)), directory)
 
 
 def try_only(monkeypatch: pytest.MonkeyPatch, *names: str) -> None:
     """Let ``inspect`` try these methods only: each takes time, and which of them apply is another test's matter."""
     known = {name: known_methods()[name] for name in names}
     monkeypatch.setattr("ctxext.checkpoints.inspect.known_methods", lambda: known)
+
+
+def rain(name: str, lines: int = 60) -> str:
+    """A text in which no line stands twice."""
+    return "".join(f"{name} {i}: the rain falls and {i * i % 97} rivers run.\n" for i in range(lines))
+
+
+def rainy(folder: Path, names: Sequence[str], lines: int = 60) -> list[Path]:
+    """Write a text of each name, and return the files."""
+    places = [folder / f"{name}.txt" for name in names]
+    for name, place in zip(names, places, strict=True):
+        place.write_text(rain(name, lines), encoding="utf-8")
+    return places
 
 
 def rewrite(path: Path, change: Callable[[dict[str, Any]], object]) -> None:

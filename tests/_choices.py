@@ -9,16 +9,14 @@ from typing import Any
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ctxext.choosing.verdict import Choice
+from tests._checkpoints import save_with_tokenizer
 
 
 def on_disk(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], folder: Path
 ) -> list[str | Path]:
     """The command's first words about a checkpoint and texts, which are written as files."""
-    source = folder / "checkpoint"
-    model.save_pretrained(source)
-    tokenizer.save_pretrained(source)
-    asked: list[str | Path] = ["choose", source]
+    asked: list[str | Path] = ["choose", save_with_tokenizer(model, folder / "checkpoint", tokenizer)]
     for number, text in enumerate(texts):
         path = folder / f"{number}.txt"
         path.write_text(text, encoding="utf-8")

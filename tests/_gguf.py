@@ -10,6 +10,11 @@ import gguf
 import numpy as np
 from transformers import LlamaForCausalLM
 
+from tests._checkpoints import TRAINED
+from tests._formulas import spectrum
+
+HALF = 8
+PLAIN = 10000.0 ** (-np.arange(HALF) / HALF)
 NAMES = {
     "model.embed_tokens.weight": "token_embd.weight",
     "model.norm.weight": "output_norm.weight",
@@ -26,6 +31,12 @@ IN_LAYERS = {
     "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
 }
+
+
+def scaled_by(kind: str, factor: float, **more: Any) -> np.ndarray:
+    """Return the frequencies of a published scaling."""
+    rope = {"type": kind, "factor": factor, "original_max_position_embeddings": TRAINED}
+    return spectrum(rope | more, 2 * HALF).inv_freq.numpy()
 
 
 def write_gguf(

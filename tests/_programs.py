@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
@@ -68,6 +69,14 @@ def ran(
     )
     assert code in (None, done.returncode), done.stderr[-2000:]
     return done
+
+
+def free_port() -> int:
+    """Return a port on which nobody listens."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port: int = free.getsockname()[1]
+        return port
 
 
 def killed_at(line: int, arguments: Sequence[str], place: Path) -> None:

@@ -17,6 +17,9 @@ def make_tokenizer(*, bos: bool) -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=inner, bos_token="<s>")
 
 
+BYTES, BYTES_AFTER_BOS = make_tokenizer(bos=False), make_tokenizer(bos=True)  # read them only
+
+
 def make_two_sided_tokenizer() -> PreTrainedTokenizerFast:
     """Bytes, with a token in front, one behind, and one for what is masked."""
     made = make_tokenizer(bos=True)

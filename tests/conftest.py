@@ -25,7 +25,7 @@ from ctxext.spec import RopeSpec
 from tests._checkpoints import SHAPE, save
 from tests._models import tiny
 from tests._programs import ROOT, command, ran
-from tests._tokenizer import make_tokenizer
+from tests._tokenizer import BYTES, BYTES_AFTER_BOS
 from tests.walk.check import Stock
 
 # These check their own arguments, with errors that a user reads, and take 4 for 4.0. The runtime shape checker would
@@ -194,12 +194,12 @@ def cli() -> Callable[..., Result]:
 
 @pytest.fixture(scope="session")
 def tokenizer() -> PreTrainedTokenizerFast:
-    return make_tokenizer(bos=False)
+    return BYTES
 
 
 @pytest.fixture(scope="session")
 def bos_tokenizer() -> PreTrainedTokenizerFast:
-    return make_tokenizer(bos=True)
+    return BYTES_AFTER_BOS
 
 
 @pytest.fixture(scope="session")
