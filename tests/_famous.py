@@ -101,9 +101,9 @@ def _why_not(name: str) -> str | None:
     return None if RECENT or name not in LATER else f"transformers {transformers.__version__}: {LATER[name]}"
 
 
-def famous_config(name: str, **changes: Any) -> dict[str, Any]:
-    """The raw ``config.json`` of a checkpoint; ``changes`` are fields of it."""
-    return copy.deepcopy(FAMOUS[name]) | changes
+def famous_config(name: str) -> dict[str, Any]:
+    """The raw ``config.json`` of a checkpoint."""
+    return copy.deepcopy(FAMOUS[name])
 
 
 def famous_model(name: str, *, device: str = "cpu", **changes: Any) -> PreTrainedModel:
@@ -114,7 +114,7 @@ def famous_model(name: str, *, device: str = "cpu", **changes: Any) -> PreTraine
         device: "meta" for a model without weights.
         **changes: fields of the raw config.
     """
-    raw = famous_config(name, **changes)
+    raw = famous_config(name) | changes
     config = CONFIG_MAPPING[raw["model_type"]].from_dict(raw)
     named = getattr(transformers, (raw.get("architectures") or [""])[0], None)
     causal = type(config) in AutoModelForCausalLM._model_mapping
@@ -127,9 +127,7 @@ def famous_model(name: str, *, device: str = "cpu", **changes: Any) -> PreTraine
     return model.eval()
 
 
-def famous_checkpoint(
-    name: str, directory: Path, *, weights: bool = False, without: tuple[str, ...] = (), **changes: Any
-) -> Path:
+def famous_checkpoint(name: str, directory: Path, *, weights: bool = False) -> Path:
     """A checkpoint directory with the published ``config.json`` to the letter.
 
     Args:
@@ -137,15 +135,12 @@ def famous_checkpoint(
         directory: where it is made.
         weights: random weights that can be loaded; else one tensor stands for all. Random weights are not quantised,
             so ``quantization_config`` is left out with them.
-        without: fields to leave out.
-        **changes: fields of the raw config.
     """
     directory.mkdir(parents=True, exist_ok=True)
-    raw = famous_config(name, **changes)
-    for field in (*without, *(["quantization_config"] if weights else [])):
-        raw.pop(field, None)
+    raw = famous_config(name)
     if weights:
-        famous_model(name, **changes, quantization_config=None).save_pretrained(directory)
+        raw.pop("quantization_config", None)
+        famous_model(name, quantization_config=None).save_pretrained(directory)
     else:
         save_file({"w": torch.zeros(1)}, directory / "model.safetensors", metadata={"format": "pt"})
     (directory / "config.json").write_text(json.dumps(raw, indent=2), encoding="utf-8")

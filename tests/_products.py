@@ -11,12 +11,11 @@ from typing import Any
 import pytest
 
 
-def some(values: Iterable[Any], *kept: Any, ids: Any = None) -> list[Any]:
+def some(values: Iterable[Any], *kept: Any) -> list[Any]:
     """All values as cases; those that are not ``kept`` are nightly."""
-    name = ids or str
     listed = list(values)
     assert all(value in listed for value in kept), "what is kept is one of them"
-    return [pytest.param(one, marks=[] if one in kept else pytest.mark.nightly, id=name(one)) for one in listed]
+    return [pytest.param(one, marks=[] if one in kept else pytest.mark.nightly, id=str(one)) for one in listed]
 
 
 def crossed(rows: Sequence[Any], columns: Sequence[Any]) -> list[Any]:
