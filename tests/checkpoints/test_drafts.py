@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shlex
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +22,9 @@ from ctxext.runtimes.vllm import VLLM
 from ctxext.serving.load import load_served
 from tests._checkpoints import SHAPE, TRAINED, contents, rewrite, save, save_reader
 from tests._models import TRAINED_LENGTH, tiny, tokens
+from tests._programs import command
 from tests.walk.tiny import tiny_config
 
-Cli = Callable[..., Any]
 # As DeepSeek-V3, GLM-4.5, Qwen3.5 and Qwen3-Next were published; the last has no field that counts its head.
 HEADS: dict[str, tuple[int, dict[str, Any]]] = {
     "deepseek_v3": (1, {"num_nextn_predict_layers": 1}),
@@ -72,10 +71,10 @@ def test_an_extended_checkpoint_says_what_its_heads_read(method: str, said: str)
 
 
 @pytest.mark.nightly
-def test_patch_and_serve_name_the_heads(cli: Cli, tmp_path: Path) -> None:
+def test_patch_and_serve_name_the_heads(tmp_path: Path) -> None:
     save_reader(str(tmp_path / "plain"))
     rewrite(tmp_path / "plain" / "config.json", lambda config: config.update(num_nextn_predict_layers=1))
-    printed = cli("patch", tmp_path / "plain", tmp_path / "new", "-m", "yarn", "-f", 4).stdout
+    printed = command("patch", tmp_path / "plain", tmp_path / "new", "-m", "yarn", "-f", 4).stdout
     assert "MTP draft heads (1): ctxext leaves them plain. A server extends them by config.json." in printed
     served = load_served(str(tmp_path / "new"))
     assert served.notes == ("MTP draft heads (1): ctxext serve does not draft with them; each pass gives one token.",)
@@ -97,10 +96,10 @@ def draft(folder: Path, length: int, *, base: float = 1e4, is_head: bool = False
 @pytest.mark.parametrize(("length", "base"), [(TRAINED, 1e4), (TRAINED // 4, 1e4), (TRAINED // 2, 5e5)])
 @pytest.mark.parametrize("is_head", [True, False])
 @pytest.mark.nightly
-def test_a_draft_reaches_as_far(cli: Cli, llama: Path, tmp_path: Path, length: int, base: float, is_head: bool) -> None:
+def test_a_draft_reaches_as_far(llama: Path, tmp_path: Path, length: int, base: float, is_head: bool) -> None:
     before = contents(made := draft(tmp_path / "draft", length, base=base, is_head=is_head))
     options = ("-m", "yarn", "-f", 4, "-p", "beta_fast=30", "--draft", made, "--json")
-    told = json.loads(cli("patch", llama, tmp_path / "new", *options, code=0).stdout)
+    told = json.loads(command("patch", llama, tmp_path / "new", *options, code=0).stdout)
     after, config = contents(tmp_path / "new-draft"), json.loads((tmp_path / "new-draft/config.json").read_text())
     rope = {"factor": 4 * TRAINED / length, "original_max_position_embeddings": length, "beta_fast": 30.0}
     assert config["rope_parameters"] == rope | {"rope_type": "yarn", "rope_theta": base}
@@ -117,7 +116,7 @@ def test_a_draft_reaches_as_far(cli: Cli, llama: Path, tmp_path: Path, length: i
         ("head", "self_extend", "Servers run LlamaForCausalLMEagle3, and only ctxext computes this extension."),
     ],
 )
-def test_a_draft_that_cannot_follow(cli: Cli, llama: Path, tmp_path: Path, kind: str, method: str, reason: str) -> None:
+def test_a_draft_that_cannot_follow(llama: Path, tmp_path: Path, kind: str, method: str, reason: str) -> None:
     """The target is complete; and nothing is written where the place of the draft is taken."""
     made = tmp_path / "draft"
     if kind == "gpt2":
@@ -125,12 +124,12 @@ def test_a_draft_that_cannot_follow(cli: Cli, llama: Path, tmp_path: Path, kind:
     else:
         draft(made, 8 * TRAINED if kind == "long" else TRAINED, is_head=kind == "head")
     options = ("-m", method, "-f", 4, "--draft", made)
-    ended = cli("patch", llama, tmp_path / "new", *options)
+    ended = command("patch", llama, tmp_path / "new", *options)
     assert (ended.exit_code, reason in ended.stderr) == (1, True)
     assert f"{tmp_path / 'new'} was written, and no draft for it from {made}. " in ended.stderr
     assert sorted(path.name for path in tmp_path.iterdir()) == ["draft", "new"]
     (tmp_path / "more-draft").mkdir()
-    refused = cli("patch", llama, tmp_path / "more", *options)
+    refused = command("patch", llama, tmp_path / "more", *options)
     assert (refused.exit_code, (tmp_path / "more").exists()) == (1, False)
 
 

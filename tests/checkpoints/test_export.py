@@ -52,6 +52,7 @@ from tests.walk.tiny import tiny_config
 SPEC = RopeSpec(rotary_dim=16, base=10000.0, trained_length=TRAINED)
 TARGET = 4 * TRAINED
 Spectrum = tuple[np.ndarray, float]
+LLAMA3: dict[str, Any] = {"to": "llama.cpp", "method": "llama3", "factor": 4.0}
 
 
 def llama_cpp(flags: dict[str, str], gguf: dict[str, Any]) -> Spectrum:
@@ -203,15 +204,9 @@ def test_a_refusal_names_the_self_extend_that_llama_cpp_has_itself(llama: Path, 
     assert ("--grp-attn-n GROUP --grp-attn-w WINDOW" in str(refused.value)) == (name == "self_extend")
 
 
-def test_what_llama_cpp_was_seen_to_do_decides(checkpoints: dict[str, Path]) -> None:
-    with pytest.raises(IncompatibleError, match=r"loses rope_type 'llama3'.*yarn"):
-        export(checkpoints["gemma3"], to="llama.cpp", method="llama3", factor=4.0)
-
-
 def test_flags_that_cannot_say_it_all_are_not_exact(checkpoints: dict[str, Path]) -> None:
     """What a converter bakes into a tensor of the extended checkpoint is not in a GGUF of the original."""
-    arguments: dict[str, Any] = {"to": "llama.cpp", "method": "llama3", "factor": 4.0, "sliding_window": "keep"}
-    made = export(checkpoints["mistral"], **arguments)
+    made = export(checkpoints["mistral"], **LLAMA3, sliding_window="keep")
     assert not made.exact
     assert "convert that one" in made.notes[0]
 
@@ -286,12 +281,6 @@ def test_flags_say_what_the_gguf_does_not(form: str, method: Method) -> None:
         )
 
 
-def test_types_that_llama_cpp_has_no_converter_for_are_refused() -> None:
-    extended = extended_config(DiffLlamaConfig(**SHAPE), "yarn", factor=4.0)
-    with pytest.raises(IncompatibleError, match="has no class for"):
-        export_config(extended, to="llama.cpp")
-
-
 def test_longrope_of_phi3_is_baked_by_the_converter() -> None:
     factors = [1.0 + index for index in range(8)]
     rope = {"rope_type": "longrope", "rope_theta": 10000.0, "short_factor": [1.0] * 8, "long_factor": factors}
@@ -342,7 +331,7 @@ LONG = {"short_factor": [4.0] * 8, "long_factor": [4.0] * 8}
 def other(name: str) -> Any:
     """A tiny config of a type whose class in vLLM does not pass the rope parameters on as they are."""
     plain = {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}}
-    return tiny_config(name, **{"gpt_oss": plain, "cohere": {"hidden_size": 64}}.get(name, {}))
+    return tiny_config(name, **{"gpt_oss": plain}.get(name, {}))
 
 
 @pytest.mark.parametrize(
@@ -371,12 +360,6 @@ def test_vllm_classes_that_compute_something_else_are_refused(name: str, method:
             export_config(extended, to="vllm", served=plain)
         return
     assert export_config(extended, to="vllm", served=plain).exact
-
-
-def test_vllm_computes_longrope_for_half_split_rotation_only() -> None:
-    extended = extended_config(other("cohere"), "longrope", factor=4.0, **LONG)
-    with pytest.raises(IncompatibleError, match="cannot run longrope on this cohere"):
-        export_config(extended, to="vllm")
 
 
 @pytest.mark.slow
@@ -559,13 +542,33 @@ def test_model_in_memory_and_adapter_directory(llama: Path, tmp_path: Path) -> N
         export(tmp_path, to="vllm")
 
 
-def test_bad_input(llama: Path, tmp_path: Path) -> None:
-    with pytest.raises(UnknownNameError, match="Did you mean 'vllm'"):
-        export(llama, to="vlm")
-    with pytest.raises(PatchStateError, match="nothing to export"):
-        export(llama, to="vllm")
-    with pytest.raises(CheckpointError, match="no such directory"):
-        export(tmp_path / "missing", to="vllm")
+@pytest.mark.parametrize(
+    ("place", "given", "error", "words"),
+    [
+        ("llama", {"to": "vlm"}, UnknownNameError, "Did you mean 'vllm'"),
+        ("llama", {"to": "vllm"}, PatchStateError, "nothing to export"),
+        ("missing", {"to": "vllm"}, CheckpointError, "no such directory"),
+        ("gemma3", LLAMA3, IncompatibleError, "loses rope_type 'llama3'.*yarn"),
+    ],
+)
+def test_bad_input(
+    place: str, given: dict[str, Any], error: type[Exception], words: str, checkpoints: dict[str, Path], tmp_path: Path
+) -> None:
+    with pytest.raises(error, match=words):
+        export(checkpoints.get(place, tmp_path / place), **given)
+
+
+@pytest.mark.parametrize(
+    ("config", "method", "to", "words"),
+    [
+        (DiffLlamaConfig(**SHAPE), "yarn", "llama.cpp", "has no class for"),
+        (tiny_config("cohere", hidden_size=64), "longrope", "vllm", "cannot run longrope on this cohere"),
+    ],
+)
+def test_types_that_a_runtime_has_no_class_or_no_form_for(config: Any, method: str, to: str, words: str) -> None:
+    extended = extended_config(config, method, factor=4.0, **(LONG if method == "longrope" else {}))
+    with pytest.raises(IncompatibleError, match=words):
+        export_config(extended, to=to)
 
 
 @pytest.mark.slow

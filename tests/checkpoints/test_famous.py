@@ -16,7 +16,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedModel
-from typer.testing import Result
 
 import ctxext
 from ctxext.checkpoints.inspect import Inspection, inspect_checkpoint
@@ -35,6 +34,7 @@ from tests._famous import PUBLISHED, Rope, able, famous_checkpoint, famous_confi
 from tests._formulas import Spectrum, spectrum
 from tests._models import RECENT
 from tests._products import some
+from tests._programs import command
 
 # Read only with the code that the checkpoint brings along, or by no transformers 5 any more.
 REFUSED = {name for name, entry in PUBLISHED.items() if entry.method in ("own code", "outdated")}
@@ -328,16 +328,18 @@ def test_patch_reaches_what_it_says(name: str) -> None:
 @pytest.mark.nightly
 @pytest.mark.parametrize("name", [*STRUCTURES, *ALIBI])
 def test_patch_on_disk_export_and_load(
-    name: str, place: Callable[[str], Path], tmp_path: Path, cli: Callable[..., Result]
+    name: str,
+    place: Callable[[str], Path],
+    tmp_path: Path,
 ) -> None:
     source, extended, window = place(name), tmp_path / "extended", PUBLISHED[name].window
     choice = ("--sliding-window", "lift") if name in WINDOWED else ()
     method = "alibi" if name in ALIBI else "yarn"
-    result = cli("patch", source, extended, "--method", method, "--factor", 4, *choice)
+    result = command("patch", source, extended, "--method", method, "--factor", 4, *choice)
     assert result.exit_code == 0, result.output
     assert f"{window} -> {4 * window} tokens" in result.output
     for target in RUNTIMES:
-        exported = cli("export", extended, "--to", target)
+        exported = command("export", extended, "--to", target)
         if target in ("vllm", "llama.cpp") and (method == "yarn" or name == BLOOM):
             assert exported.exit_code == 0, exported.stderr
         said = exported.stdout if exported.exit_code == 0 else exported.stderr
@@ -355,11 +357,7 @@ def test_patch_on_disk_export_and_load(
 @pytest.mark.slow
 @pytest.mark.parametrize("name", able(sorted({*ELSEWHERE, *NO_REACH, *OTHER_KINDS, *REFUSED})))
 def test_what_cannot_be_extended_is_refused_with_a_sentence(
-    name: str,
-    place: Callable[[str], Path],
-    tmp_path: Path,
-    cli: Callable[..., Result],
-    monkeypatch: pytest.MonkeyPatch,
+    name: str, place: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     try_only(monkeypatch, "yarn")
     extension = ("--method", "yarn", "--factor", 4)
@@ -370,7 +368,7 @@ def test_what_cannot_be_extended_is_refused_with_a_sentence(
         ("export", place(name), "--to", "vllm", *extension),
         *planned,
     ):
-        result = cli(*arguments)
+        result = command(*arguments)
         assert result.exit_code == 0 or "Error: " in result.output
         if arguments[0] in ("patch", "export"):
             assert (result.exit_code == 0) == (name in OTHER_KINDS), result.output

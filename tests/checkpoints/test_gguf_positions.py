@@ -19,17 +19,10 @@ from ctxext.core.subject import Subject
 from ctxext.errors import CheckpointError, PatchStateError
 from ctxext.measuring.checkpoint import load_checkpoint
 from tests._checkpoints import SHAPE, TRAINED
-from tests._formulas import spectrum
-from tests._gguf import write_gguf
+from tests._gguf import HALF, PLAIN, scaled_by, write_gguf
 
-HALF = 8
-PLAIN = 10000.0 ** (-np.arange(HALF) / HALF)
+YARN = scaled_by("yarn", 4.0, original_max_position_embeddings=32)
 DIVISORS = np.linspace(1, 8, HALF).astype(np.float32)
-
-
-def yarn(factor: float, original: int) -> np.ndarray:
-    rope = {"type": "yarn", "factor": factor, "original_max_position_embeddings": original}
-    return spectrum(rope, 2 * HALF).inv_freq.numpy()
 
 
 def scaling(**keys: Any) -> dict[str, Any]:
@@ -46,12 +39,10 @@ FILES: dict[str, tuple[dict[str, Any], np.ndarray, float]] = {
     "linear, as older files say it": ({"rope__scale_linear": 4.0}, PLAIN / 4, 1.0),
     "a factor without a type": (scaling(factor=4.0), PLAIN / 4, 1.0),
     "a factor that is switched off": (scaling(type="none", factor=4.0), PLAIN, 1.0),
-    "yarn": (
-        scaling(type="yarn", factor=4.0, original_context_length=32), yarn(4.0, 32), 0.1 * math.log(4) + 1,
-    ),
+    "yarn": (scaling(type="yarn", factor=4.0, original_context_length=32), YARN, 0.1 * math.log(4) + 1),
     "yarn with a scale": (
         scaling(type="yarn", factor=4.0, original_context_length=32, attn_factor=0.5),
-        yarn(4.0, 32), 0.5 * (0.1 * math.log(4) + 1),
+        YARN, 0.5 * (0.1 * math.log(4) + 1),
     ),
     "another base": ({"rope__freq_base": 500000.0}, 500000.0 ** (-np.arange(HALF) / HALF), 1.0),
 }  # fmt: skip

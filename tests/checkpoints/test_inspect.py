@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import struct
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,6 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from transformers import LlamaForCausalLM, PreTrainedModel
-from typer.testing import Result
 
 import ctxext
 from ctxext.checkpoints.gguf_file import GGUFFile
@@ -30,9 +28,9 @@ from tests._famous import famous_checkpoint
 from tests._gguf import write_gguf
 from tests._models import FOR_LLAMA, MODELS, bert, tiny
 from tests._products import some
+from tests._programs import command
 from tests.walk.tiny import TRAINED_LENGTH, tiny_config, tiny_model
 
-Cli = Callable[..., Result]
 OF_TABLES = ("pi", "tile", "hierarchical", "group", "stretch")
 # Methods of models without rotations.
 ELSEWHERE = [("gpt2", name) for name in OF_TABLES]
@@ -115,12 +113,12 @@ def test_every_method_on_every_rotary_model(model_type: str, tmp_path: Path) -> 
 
 
 @pytest.mark.nightly
-def test_the_command_says_the_same(cli: Cli, tmp_path: Path) -> None:
+def test_the_command_says_the_same(tmp_path: Path) -> None:
     """As a user makes such a folder, with every method tried and every runtime asked."""
     tiny().save_pretrained(tmp_path / "plain")
     patch_checkpoint(tmp_path / "plain", tmp_path / "new", "self_extend", factor=4.0)
-    printed = cli("inspect", tmp_path / "new").stdout
-    told = json.loads(cli("inspect", tmp_path / "new", "--json").stdout)
+    printed = command("inspect", tmp_path / "new").stdout
+    told = json.loads(command("inspect", tmp_path / "new", "--json").stdout)
     assert "fails" not in printed
     assert [site["base"] for site in told["positions"]] == [10000.0]
     assert (told["trained_length"], told["longest"]) == (TRAINED_LENGTH, 4 * TRAINED_LENGTH)
@@ -198,11 +196,11 @@ def test_both_sides_of_an_encoder_decoder(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_an_adapter_says_the_extension_that_it_carries(cli: Cli, tmp_path: Path) -> None:
+def test_an_adapter_says_the_extension_that_it_carries(tmp_path: Path) -> None:
     model = ctxext.patch(tiny(), "self_extend", factor=4)
     get_peft_model(model, LoraConfig(target_modules=["q_proj"])).save_pretrained(tmp_path)
     assert inspect_adapter(tmp_path).target_length == 4 * TRAINED_LENGTH
-    told = json.loads(cli("inspect", tmp_path, "--json").stdout)
+    told = json.loads(command("inspect", tmp_path, "--json").stdout)
     assert (told["method"]["method"], told["trained_length"]) == ("self_extend", TRAINED_LENGTH)
 
 

@@ -20,23 +20,15 @@ from ctxext.checkpoints.write import patch_checkpoint
 from ctxext.errors import CheckpointError, CtxextError, IncompatibleError, InvalidParameterError
 from ctxext.methods import METHODS, Method
 from tests._checkpoints import SHAPE, TRAINED
-from tests._formulas import spectrum
-from tests._gguf import write_gguf
+from tests._gguf import HALF, PLAIN, scaled_by, write_gguf
 from tests._models import tiny
 
 TARGET = 4 * TRAINED
-HALF = 8
 DIVISORS = "rope_freqs.weight"
-PLAIN = 10000.0 ** (-np.arange(HALF) / HALF)
+PI: dict[str, Any] = {"to": "llama.cpp", "method": "pi", "factor": 4.0}
 FACTORS = [1.0, 1.03, 1.1, 1.7, 2.0, 3.1, 4.4, 5.0]
 # What the extension writes, and takes away.
 OWN = ("llama.context_length", "llama.rope.scaling.")
-
-
-def scaled_by(kind: str, factor: float, **more: Any) -> np.ndarray:
-    """Return the frequencies of a published scaling."""
-    rope = {"type": kind, "factor": factor, "original_max_position_embeddings": TRAINED}
-    return spectrum(rope | more, 2 * HALF).inv_freq.numpy()
 
 
 def llama3(factor: float, low: float = 1.0, high: float = 4.0) -> np.ndarray:
@@ -145,10 +137,7 @@ def test_alignment_is_kept(
     last = max(gguf.GGUFReader(source).tensors, key=lambda tensor: tensor.data_offset)
     os.truncate(source, last.data_offset + last.n_bytes)  # files without padding after the last tensor exist
     seen: list[tuple[int, int]] = []
-    export(
-        llama, to="llama.cpp", method="pi", factor=4.0, gguf=(source, tmp_path / "out.gguf"),
-        progress=lambda done, total: seen.append((done, total)),
-    )  # fmt: skip
+    export(llama, **PI, gguf=(source, tmp_path / "out.gguf"), progress=lambda *step: seen.append(step))
     assert same_but_for_the_extension(source, tmp_path / "out.gguf")
     reader = gguf.GGUFReader(tmp_path / "out.gguf")
     assert reader.alignment == alignment
@@ -180,7 +169,7 @@ def test_a_file_of_the_extended_checkpoint_serves_as_well(
 def test_keys_that_may_be_left_out(model: LlamaForCausalLM, llama: Path, tmp_path: Path) -> None:
     missing = ("rope.dimension_count", "rope.freq_base")
     source = write_gguf(model, tmp_path / "in.gguf", leave_out=missing)
-    export(llama, to="llama.cpp", method="pi", factor=4.0, gguf=(source, tmp_path / "out.gguf"))
+    export(llama, **PI, gguf=(source, tmp_path / "out.gguf"))
     assert same_divisors(tmp_path / "out.gguf", PLAIN / 4)
 
 
@@ -217,20 +206,6 @@ def test_divisors_that_a_checkpoint_was_trained_with_are_replaced(tmp_path: Path
     assert same_divisors(tmp_path / "as-published.gguf", trained)
 
 
-def test_divisors_that_are_not_the_checkpoints(model: LlamaForCausalLM, llama: Path, tmp_path: Path) -> None:
-    for number, (rope_freqs, message) in enumerate(
-        [
-            (np.full(HALF, 3.0, dtype=np.float32), "trained with other positions"),
-            (np.ones(HALF + 1, dtype=np.float32), "with 9 divisors"),
-            (np.ones(HALF, dtype=np.float16), "should be a list of float32 numbers; found F16"),
-        ]
-    ):
-        source = write_gguf(model, tmp_path / f"{number}.gguf", rope_freqs=rope_freqs)
-        with pytest.raises(CheckpointError, match=message):
-            export(llama, to="llama.cpp", method="pi", factor=4.0, gguf=(source, tmp_path / "out.gguf"))
-    assert not (tmp_path / "out.gguf").exists()
-
-
 # --- a GGUF file alone, and a model in memory ------------------------------------------------------------------------
 
 
@@ -241,10 +216,7 @@ def test_a_method_and_a_gguf_file_are_enough(plain_gguf: Path, tmp_path: Path) -
     with pytest.raises(CheckpointError, match=r"give a method and --gguf .* OUT\.gguf"):
         export(plain_gguf, to="llama.cpp", gguf=(plain_gguf, tmp_path / "other.gguf"))
     with pytest.raises(CheckpointError, match="scales its positions already"):
-        export(
-            tmp_path / "out.gguf", to="llama.cpp", method="pi", factor=2.0,
-            gguf=(tmp_path / "out.gguf", tmp_path / "other.gguf"),
-        )  # fmt: skip
+        export(tmp_path / "out.gguf", **PI, gguf=(tmp_path / "out.gguf", tmp_path / "other.gguf"))
 
 
 @pytest.mark.slow
@@ -294,6 +266,9 @@ def test_two_sets_of_factors_are_not_exact(llama: Path, plain_gguf: Path, tmp_pa
         ({"split__count": 3}, "is part 1 of the 3 files"),
         ({"rope__freq_base": "10000"}, r"llama\.rope\.freq_base='10000', which should be a number"),
         ({"split__count": "two"}, r"split\.count='two', which should be a number"),
+        ({"rope_freqs": np.full(HALF, 3.0, dtype=np.float32)}, "trained with other positions"),
+        ({"rope_freqs": np.ones(HALF + 1, dtype=np.float32)}, "with 9 divisors"),
+        ({"rope_freqs": np.ones(HALF, dtype=np.float16)}, "should be a list of float32 numbers; found F16"),
     ],
     ids=lambda keys: next(iter(keys)) if isinstance(keys, dict) else "",
 )
@@ -302,35 +277,28 @@ def test_a_file_of_another_model(
 ) -> None:
     source = write_gguf(model, tmp_path / "in.gguf", **keys)
     with pytest.raises(CheckpointError, match=message):
-        export(llama, to="llama.cpp", method="pi", factor=4.0, gguf=(source, tmp_path / "out.gguf"))
+        export(llama, **PI, gguf=(source, tmp_path / "out.gguf"))
     assert [item.name for item in tmp_path.iterdir()] == ["in.gguf"]
 
 
 @pytest.mark.parametrize(
-    ("method", "message"),
+    ("name", "method", "message"),
     [
-        ("dynamic_ntk", "no dynamic scaling"),
-        ("dynamic_yarn", "cannot run 'dynamic_yarn'"),
-        ("self_extend", "cannot run 'self_extend'"),
-        ("alibi", "cannot run 'alibi'"),
+        ("llama", "dynamic_ntk", "no dynamic scaling"),
+        ("llama", "dynamic_yarn", "cannot run 'dynamic_yarn'"),
+        ("llama", "self_extend", "cannot run 'self_extend'"),
+        ("llama", "alibi", "cannot run 'alibi'"),
+        ("qwen2", "llama3", "of this qwen2 cannot hold the extension"),
+        ("gemma3", "llama3", "of this gemma3_text cannot hold the extension"),
     ],
 )
-def test_what_changes_with_the_text_is_no_list_of_divisors(
-    llama: Path, plain_gguf: Path, tmp_path: Path, method: str, message: str
-) -> None:
-    with pytest.raises(IncompatibleError, match=message):
-        export(llama, to="llama.cpp", method=method, factor=2.0, gguf=(plain_gguf, tmp_path / "out.gguf"))
-    assert not list(tmp_path.iterdir())
-
-
-def test_architectures_that_do_not_load_the_tensor(
-    checkpoints: dict[str, Path], plain_gguf: Path, tmp_path: Path
+def test_what_is_no_list_of_divisors_or_is_not_loaded_as_one(
+    checkpoints: dict[str, Path], plain_gguf: Path, tmp_path: Path, name: str, method: str, message: str
 ) -> None:
     Qwen2Config(**SHAPE).save_pretrained(tmp_path / "qwen2")
-    places = {"qwen2": tmp_path / "qwen2", "gemma3_text": checkpoints["gemma3"]}
-    for name, place in places.items():
-        with pytest.raises(IncompatibleError, match=f"of this {name} cannot hold the extension"):
-            export(place, to="llama.cpp", method="llama3", factor=4.0, gguf=(plain_gguf, tmp_path / "out.gguf"))
+    place = checkpoints.get(name, tmp_path / "qwen2")
+    with pytest.raises(IncompatibleError, match=message):
+        export(place, to="llama.cpp", method=method, factor=2.0, gguf=(plain_gguf, tmp_path / "out.gguf"))
     assert not (tmp_path / "out.gguf").exists()
 
 
@@ -347,7 +315,6 @@ def test_a_window_that_llama_cpp_has_not(checkpoints: dict[str, Path], plain_ggu
 
 @pytest.mark.slow
 def test_files_that_cannot_be_read_or_written(llama: Path, plain_gguf: Path, tmp_path: Path) -> None:
-    arguments: dict[str, Any] = {"to": "llama.cpp", "method": "pi", "factor": 4.0}
     out, broken, cut = (tmp_path / name for name in ("out.gguf", "broken.gguf", "cut.gguf"))
     broken.write_bytes(b"GGUF")
     cut.write_bytes(plain_gguf.read_bytes()[:-5000])
@@ -359,18 +326,18 @@ def test_files_that_cannot_be_read_or_written(llama: Path, plain_gguf: Path, tmp
         (llama / "config.json", "cannot be read as GGUF"),
     ):
         with pytest.raises(CheckpointError, match=message):
-            export(llama, gguf=(source, out), **arguments)
+            export(llama, gguf=(source, out), **PI)
     before = plain_gguf.read_bytes()
     for place in (plain_gguf, broken, tmp_path):
         with pytest.raises(CheckpointError, match="already exists and is never overwritten"):
-            export(llama, gguf=(plain_gguf, place), **arguments)
+            export(llama, gguf=(plain_gguf, place), **PI)
     with pytest.raises(CheckpointError, match=r"Could not write .*No such file"):
-        export(llama, gguf=(plain_gguf, tmp_path / "missing" / "out.gguf"), **arguments)
+        export(llama, gguf=(plain_gguf, tmp_path / "missing" / "out.gguf"), **PI)
     assert plain_gguf.read_bytes() == before
     assert broken.read_bytes() == b"GGUF"
     assert not out.exists()
     with pytest.raises(InvalidParameterError, match=r"for llama\.cpp, and not for vllm"):
-        export(llama, to="vllm", method="pi", factor=4.0, gguf=(plain_gguf, out))
+        export(llama, **PI | {"to": "vllm"}, gguf=(plain_gguf, out))
 
 
 def test_text_that_is_no_utf8(llama: Path, plain_gguf: Path, tmp_path: Path) -> None:
@@ -380,7 +347,7 @@ def test_text_that_is_no_utf8(llama: Path, plain_gguf: Path, tmp_path: Path) -> 
     assert content[place : place + 5] == b"llama"
     damaged.write_bytes(content[:place] + b"\xff" + content[place + 1 :])
     with pytest.raises(CheckpointError, match=r"in\.gguf cannot be read as GGUF: general\.architecture .*utf-8"):
-        export(llama, to="llama.cpp", method="pi", factor=4.0, gguf=(damaged, tmp_path / "out.gguf"))
+        export(llama, **PI, gguf=(damaged, tmp_path / "out.gguf"))
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), OSError(28, os.strerror(28))], ids=["ctrl-c", "disk full"])
@@ -395,7 +362,7 @@ def test_an_interrupted_copy_leaves_nothing(
             raise error
 
     with pytest.raises((KeyboardInterrupt, CtxextError)) as raised:
-        export(llama, to="llama.cpp", method="pi", factor=4.0, gguf=(plain_gguf, tmp_path / "out.gguf"), progress=stop)
+        export(llama, **PI, gguf=(plain_gguf, tmp_path / "out.gguf"), progress=stop)
     if isinstance(error, OSError):
         assert "No space left on device. Nothing was left behind" in str(raised.value)
     assert not list(tmp_path.iterdir())
@@ -404,10 +371,7 @@ def test_an_interrupted_copy_leaves_nothing(
 def test_a_file_made_meanwhile_is_not_replaced(llama: Path, plain_gguf: Path, tmp_path: Path) -> None:
     out = tmp_path / "out.gguf"
     with pytest.raises(CheckpointError, match="never overwritten"):
-        export(
-            llama, to="llama.cpp", method="pi", factor=4.0, gguf=(plain_gguf, out),
-            progress=lambda done, total: out.write_text("mine"),
-        )  # fmt: skip
+        export(llama, **PI, gguf=(plain_gguf, out), progress=lambda *_: out.write_text("mine"))
     assert [(item.name, item.read_text()) for item in tmp_path.iterdir()] == [("out.gguf", "mine")]
 
 

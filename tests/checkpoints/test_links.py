@@ -67,17 +67,12 @@ def test_a_link_that_leads_out_is_refused_by_name(case: str, source: Path, tmp_p
     assert not (tmp_path / "copy").exists()
 
 
-@pytest.mark.parametrize("target", [".", "..", "docs/again", "../source"])
-def test_a_loop_of_links_ends_in_an_error(target: str, source: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("target", [".", "..", "docs/again", "../source", "gone"])
+def test_a_loop_of_links_and_a_link_to_nothing_end_in_an_error(target: str, source: Path, tmp_path: Path) -> None:
     (source / "docs").mkdir()
     (source / "docs/again").symlink_to(source / target if target == "docs/again" else target)
-    with pytest.raises(CheckpointError, match=r"docs/again.* symbolic link"):
-        patch_checkpoint(source, tmp_path / "copy", "yarn", factor=2.0)
-
-
-def test_a_link_to_nothing_is_named(source: Path, tmp_path: Path) -> None:
-    (source / "README.md").symlink_to("gone")
-    with pytest.raises(CheckpointError, match=r"README\.md is a symbolic link to gone, which cannot be read"):
+    said = "symbolic link to gone, which cannot be read" if target == "gone" else "symbolic link"
+    with pytest.raises(CheckpointError, match=rf"docs/again.* {said}"):
         patch_checkpoint(source, tmp_path / "copy", "yarn", factor=2.0)
 
 

@@ -28,7 +28,6 @@ CONFIGS = (
     "deepseek-ai/DeepSeek-V3",
     BLOOM,
 )
-SAMPLE = range(0, 300, 20)
 VALUES: list[Any] = [
     *(None, 0, -1, 1, 2, 3.5, -2.5, 1e30, 10**18, float("nan"), float("inf"), 128.0, True, False),
     *("x", "", "4096", [], {}, [1, 2], {"a": 1}),
@@ -126,17 +125,13 @@ def walk(seed: int, directory: Path) -> dict[str, str]:
 
 
 @pytest.mark.nightly
-def test_a_damaged_config_never_ends_in_a_traceback(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    try_only(monkeypatch, "yarn", "alibi")  # two of them see what a damaged config does
-    said = [walk(seed, tmp_path / str(seed)) for seed in SAMPLE]
+@pytest.mark.parametrize("hundred", [0, 100, 200])
+def test_a_damaged_config_never_ends_in_a_traceback(
+    hundred: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if hundred == 200:
+        try_only(monkeypatch, "yarn", "alibi")  # two of them see what a damaged config does
+    said = [walk(seed, tmp_path / str(seed)) for seed in range(hundred, hundred + 100)]
     refusals = [text for one in said for text in one.values() if text != "ok"]
-    assert len(said) == 15
-    assert len(refusals) >= 15
+    assert len(refusals) >= 50
     assert all(len(text) > 20 for text in refusals)  # sentences
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("hundred", [0, 100])
-def test_two_hundred_damaged_configs(hundred: int, tmp_path: Path) -> None:
-    for seed in range(hundred, hundred + 100):
-        walk(seed, tmp_path / str(seed))

@@ -32,10 +32,10 @@ from ctxext.errors import CheckpointError, IncompatibleError
 from ctxext.measuring.checkpoint import Checkpoint, load_checkpoint
 from ctxext.training import checkpoint as training
 from ctxext.training.settings import Settings, read_settings
+from tests._checkpoints import save_with_tokenizer as saved
 from tests._gguf import write_gguf
 from tests._models import logits, tiny, tokens
 from tests._products import crossed
-from tests._tokenizer import make_tokenizer
 from tests.training._recipe import CONFIG, SMALL, words_of
 from tests.walk.tiny import TRAINED_LENGTH
 
@@ -56,13 +56,6 @@ AUTO = {
     "bf16": ("bf16", "stored in bfloat16"),
     "fp16": ("fp32", "stored in float16, which bfloat16 would round and a CPU does not compute in"),
 }
-
-
-def saved(model: Any, directory: Path) -> Path:
-    """Save a model with a tokenizer beside it."""
-    model.save_pretrained(directory)
-    make_tokenizer(bos=True).save_pretrained(directory)
-    return directory
 
 
 def plain(place: Path, dtype: str) -> Any:
