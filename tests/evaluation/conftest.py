@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import LlamaForCausalLM
 
+from tests._checkpoints import save_with_tokenizer
 from tests._models import byte_model
 
 
@@ -22,8 +23,6 @@ def input_ids() -> torch.Tensor:
 
 
 @pytest.fixture
-def checkpoint(model: LlamaForCausalLM, bos_tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> str:
+def checkpoint(model: LlamaForCausalLM, tmp_path: Path) -> str:
     """The model on disk with its tokenizer, trained for 512 tokens."""
-    model.save_pretrained(tmp_path / "tiny")
-    bos_tokenizer.save_pretrained(tmp_path / "tiny")
-    return str(tmp_path / "tiny")
+    return str(save_with_tokenizer(model, tmp_path / "tiny"))

@@ -7,13 +7,14 @@ import json
 import math
 import re
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import LlamaForCausalLM
 
 import ctxext
 from ctxext.errors import InvalidParameterError, UnknownNameError
@@ -32,6 +33,7 @@ from ctxext.measuring.forward import logits_of_answers
 from ctxext.measuring.provenance import provenance_of
 from ctxext.texts.haystack import of_text
 from tests._programs import command
+from tests._tokenizer import BYTES_AFTER_BOS
 
 LENGTHS = (1500, 2100)
 STORY = "".join(f" Day {day}: the cart went {day % 7} miles. Why? Nobody knew." for day in range(200))
@@ -44,19 +46,27 @@ def prompts() -> list[ChoicePrompt]:
     return make_prompts(make_tokenizer(bos=True), LENGTHS, samples=6)
 
 
+Texts = Callable[[str], list[tuple[ChoicePrompt, str]]]
+
+
 @pytest.fixture
-def texts(bos_tokenizer: PreTrainedTokenizerFast, prompts: list[ChoicePrompt]) -> list[tuple[ChoicePrompt, str]]:
-    return [(prompt, bos_tokenizer.decode(prompt.text, skip_special_tokens=True)) for prompt in prompts]
+def texts(prompts: list[ChoicePrompt]) -> Texts:
+    """The prompts of a task, each with its text."""
+    return lambda task: [
+        (prompt, BYTES_AFTER_BOS.decode(prompt.text, skip_special_tokens=True))
+        for prompt in prompts
+        if prompt.task == task
+    ]
 
 
-def test_a_prompt_has_exactly_its_length(bos_tokenizer: PreTrainedTokenizerFast, prompts: list[ChoicePrompt]) -> None:
+def test_a_prompt_has_exactly_its_length(prompts: list[ChoicePrompt]) -> None:
     grid = [(prompt.length, prompt.task, prompt.index) for prompt in prompts]
     assert grid == list(itertools.product(LENGTHS, TASK_NAMES, range(6)))
     for prompt in prompts:
         longest = max(map(len, prompt.requests))
         assert {len(answer) for answer in prompt.answers} == {len(prompt.answers[0])}
         assert len(prompt.text) + longest + len(prompt.answers[0]) == prompt.length
-        assert prompt.text[0] == bos_tokenizer.bos_token_id
+        assert prompt.text[0] == BYTES_AFTER_BOS.bos_token_id
         assert len(prompt.requests) == len(prompt.answers) == len(set(prompt.questions.answers)) == 4
         for request, answer in itertools.product(prompt.questions.requests, prompt.questions.answers):
             assert answer not in re.findall(r"\w+", request)
@@ -69,26 +79,22 @@ def test_the_same_questions_are_asked_at_every_length(prompts: list[ChoicePrompt
         assert (short.identity, len(short.text)) != (long.identity, len(long.text))
 
 
-def test_prompts_repeat_and_follow_their_seed(
-    bos_tokenizer: PreTrainedTokenizerFast, prompts: list[ChoicePrompt]
-) -> None:
+def test_prompts_repeat_and_follow_their_seed(prompts: list[ChoicePrompt]) -> None:
     def identities(**given: Any) -> list[Any]:
-        made = make_prompts(bos_tokenizer, [LENGTHS[0]], samples=2, **given)
+        made = make_prompts(BYTES_AFTER_BOS, [LENGTHS[0]], samples=2, **given)
         return [prompt.identity for prompt in made]
 
     first = [prompt.identity for prompt in prompts if prompt.length == LENGTHS[0] and prompt.index < 2]
     assert identities() == first, "more lengths and more samples change nothing"
     assert set(map(str, identities(seed=1))).isdisjoint(map(str, first))
-    in_story = identities(haystack=of_text(bos_tokenizer, "story", STORY))
+    in_story = identities(haystack=of_text(BYTES_AFTER_BOS, "story", STORY))
     assert in_story[:2] == first[:2], "rounds bring their own text"
     assert set(map(str, in_story[2:])).isdisjoint(map(str, first))
 
 
-def test_rounds_are_answered_by_their_order(texts: list[tuple[ChoicePrompt, str]]) -> None:
+def test_rounds_are_answered_by_their_order(texts: Texts) -> None:
     ordinals = ["first", "second", "third", "fourth"]
-    for prompt, text in texts:
-        if prompt.task != "rounds":
-            continue
+    for prompt, text in texts("rounds"):
         given = re.findall(r"Give me a code word for (\w+)\.\nAssistant: The code word is (\w+)\.", text)
         for request, answer in zip(prompt.questions.requests, prompt.questions.answers, strict=True):
             ((nth, topic),) = re.findall(r"the (\w+) code word for (\w+)", request)
@@ -98,11 +104,9 @@ def test_rounds_are_answered_by_their_order(texts: list[tuple[ChoicePrompt, str]
         assert len(given) > 8
 
 
-def test_a_ledger_adds_up(texts: list[tuple[ChoicePrompt, str]]) -> None:
+def test_a_ledger_adds_up(texts: Texts) -> None:
     kinds = set()
-    for prompt, text in texts:
-        if prompt.task != "aggregate":
-            continue
+    for prompt, text in texts("aggregate"):
         entries = [
             (name, int(number), good) for name, number, good in re.findall(r"Ledger: (\w+) sold (\d) (\w+)", text)
         ]
@@ -122,10 +126,8 @@ def test_a_ledger_adds_up(texts: list[tuple[ChoicePrompt, str]]) -> None:
     assert kinds == {"number", "of", "sum"}
 
 
-def test_chains_lead_to_their_values(texts: list[tuple[ChoicePrompt, str]]) -> None:
-    for prompt, text in texts:
-        if prompt.task != "variables":
-            continue
+def test_chains_lead_to_their_values(texts: Texts) -> None:
+    for prompt, text in texts("variables"):
         held: dict[str, str] = {}
         for name, other, value in re.findall(r"VAR (\w+) = (?:VAR (\w+)|(\d+))", text):
             held[name] = value or held[other]
@@ -159,10 +161,8 @@ def test_no_association_shares_a_content_word_with_its_question() -> None:
     assert all(len(facts) >= 8 for _, _, facts in KINDS), "enough for the most choices"
 
 
-def test_associations_are_hidden_and_asked(texts: list[tuple[ChoicePrompt, str]]) -> None:
-    for prompt, text in texts:
-        if prompt.task != "associations":
-            continue
+def test_associations_are_hidden_and_asked(texts: Texts) -> None:
+    for prompt, text in texts("associations"):
         sentence, request, facts = KINDS[prompt.index % len(KINDS)]
         known = {request.format(asked=asked): fact for fact, asked in facts}
         for asked, name in zip(prompt.questions.requests, prompt.questions.answers, strict=True):
@@ -171,8 +171,8 @@ def test_associations_are_hidden_and_asked(texts: list[tuple[ChoicePrompt, str]]
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [2, 3, 8])
-def test_any_number_of_choices(bos_tokenizer: PreTrainedTokenizerFast, number: int) -> None:
-    for prompt in make_prompts(bos_tokenizer, [3000], samples=3, choices=number):
+def test_any_number_of_choices(number: int) -> None:
+    for prompt in make_prompts(BYTES_AFTER_BOS, [3000], samples=3, choices=number):
         assert len(prompt.requests) == len(set(prompt.questions.answers)) == number
         assert len(set(prompt.questions.requests)) == number
 
@@ -191,11 +191,9 @@ def test_any_number_of_choices(bos_tokenizer: PreTrainedTokenizerFast, number: i
         ),
     ],
 )
-def test_what_cannot_be_asked_is_refused(
-    bos_tokenizer: PreTrainedTokenizerFast, given: dict[str, Any], kind: type[Exception], says: str
-) -> None:
+def test_what_cannot_be_asked_is_refused(given: dict[str, Any], kind: type[Exception], says: str) -> None:
     with pytest.raises(kind, match=says):
-        make_prompts(bos_tokenizer, **{"lengths": [1500]} | given)
+        make_prompts(BYTES_AFTER_BOS, **{"lengths": [1500]} | given)
 
 
 METHODS: dict[str, dict[str, Any]] = {
@@ -312,8 +310,8 @@ def test_effective_length_by_hand() -> None:
     assert result({512: right[20], 1024: right[3]}).effective_length(512) == 512
 
 
-def test_the_page_shows_what_was_chosen(model: LlamaForCausalLM, bos_tokenizer: PreTrainedTokenizerFast) -> None:
-    provenance = provenance_of(Checkpoint("tiny", model, bos_tokenizer), seed=0)
+def test_the_page_shows_what_was_chosen(model: LlamaForCausalLM) -> None:
+    provenance = provenance_of(Checkpoint("tiny", model, BYTES_AFTER_BOS), seed=0)
     right = {512: [100.0] * 6, 1024: [100.0] * 4 + [0.0] * 2}
     wrong = {512: [100.0] * 6, 1024: [0.0] * 6}
     readings = (result(wrong, "unpatched"), result(wrong, "truncated"), result(right, "yarn x2"))

@@ -14,9 +14,11 @@ from typer.testing import CliRunner, Result
 
 import ctxext
 from scripts.studies import compare_checkpoints
+from tests._checkpoints import rainy, save_with_tokenizer
 from tests._models import byte_model
 
 LENGTH = 640
+TEXTS = [f"text{number}" for number in range(5)]
 EDGES = (0, 512, 544, 576, 608, 640)
 
 
@@ -26,32 +28,37 @@ def compare(*arguments: object) -> Result:
     return CliRunner().invoke(app, [str(argument) for argument in arguments], env={"COLUMNS": "400"})
 
 
+def asked(folder: Path, *words: object, length: int = LENGTH) -> list[object]:
+    """The words of a comparison on all texts."""
+    texts = [part for name in TEXTS for part in ("-t", folder / f"{name}.txt")]
+    return [*words, *texts, "--length", length, "-o", folder / "out"]
+
+
 @pytest.fixture
-def folder(tmp_path: Path, bos_tokenizer: PreTrainedTokenizerFast) -> Path:
+def folder(tmp_path: Path) -> Path:
     """Two checkpoints that were extended and saved, a third as it came, and five texts."""
     for name, noise in {"first": 0.0, "second": 0.02, "plain": 0.0}.items():
         model = byte_model()
         with torch.no_grad():
             for weight in model.parameters():
                 weight.add_(noise * torch.randn_like(weight))
-        if name == "plain":
-            model.save_pretrained(tmp_path / name)
-        else:
+        if name != "plain":
             ctxext.patch(model, "yarn", factor=2)
-            ctxext.save(model, tmp_path / name)
-        bos_tokenizer.save_pretrained(tmp_path / name)
-    for number in range(5):
-        text = "".join(f"{number} {i}: the rain falls and {i * i % 97} rivers run.\n" for i in range(25))
-        (tmp_path / f"text{number}.txt").write_text(text, encoding="utf-8")
+        save_with_tokenizer(model, tmp_path / name)
+    rainy(tmp_path, TEXTS, lines=25)
     return tmp_path
+
+
+def read_by(tokenizer: PreTrainedTokenizerFast, folder: Path) -> list[list[int]]:
+    """The tokens of each text."""
+    return [tokenizer((folder / f"{name}.txt").read_text(encoding="utf-8"))["input_ids"] for name in TEXTS]
 
 
 @pytest.mark.nightly
 def test_losses_are_those_of_stock_transformers_and_are_read_once(
     folder: Path, bos_tokenizer: PreTrainedTokenizerFast
 ) -> None:
-    texts = [part for number in range(5) for part in ("-t", folder / f"text{number}.txt")]
-    given = (folder / "first", folder / "second", *texts, "--length", LENGTH, "--dtype", "fp32", "-o", folder / "out")
+    given = asked(folder, folder / "first", folder / "second", "--dtype", "fp32")
     found = compare(*given)
     assert found.exit_code == 0, found.output
     table = (folder / "out" / "table.md").read_text(encoding="utf-8")
@@ -60,8 +67,7 @@ def test_losses_are_those_of_stock_transformers_and_are_read_once(
     for name in ("first", "second"):
         model = AutoModelForCausalLM.from_pretrained(folder / name).eval()
         rows = []
-        for number in range(5):
-            ids = bos_tokenizer((folder / f"text{number}.txt").read_text(encoding="utf-8"))["input_ids"]
+        for ids in read_by(bos_tokenizer, folder):
             row = torch.tensor([ids[: LENGTH + 1]])
             with torch.no_grad():
                 logits = model(row[:, :-1]).logits[0].double()
@@ -94,8 +100,7 @@ def truncated(model: torch.nn.Module, ids: list[int], window: int, start: int) -
 
 @pytest.mark.nightly
 def test_the_ends_of_texts_against_the_best_truncation(folder: Path, bos_tokenizer: PreTrainedTokenizerFast) -> None:
-    texts = [part for number in range(5) for part in ("-t", folder / f"text{number}.txt")]
-    given = (folder / "first", folder / "second", *texts, "--length", LENGTH, "--dtype", "fp32", "-o", folder / "out")
+    given = asked(folder, folder / "first", folder / "second", "--dtype", "fp32")
     assert compare(*given).exit_code == 0
     drawn = (folder / "out" / "figure.png").read_bytes()
     assert compare(*given, "--truncated").exit_code == 0, "goes on with what was read"
@@ -108,10 +113,7 @@ def test_the_ends_of_texts_against_the_best_truncation(folder: Path, bos_tokeniz
     for name in ("first", "second"):
         model = AutoModelForCausalLM.from_pretrained(folder / name).eval()
         for window in (128, 256, 384, 512):
-            parts = []
-            for number in range(5):
-                ids = bos_tokenizer((folder / f"text{number}.txt").read_text(encoding="utf-8"))["input_ids"]
-                parts.append(truncated(model, ids, window, start=512))
+            parts = [truncated(model, ids, window, start=512) for ids in read_by(bos_tokenizer, folder)]
             means[name, window] = torch.cat(parts).mean().item()
     best = min(means, key=lambda one: means[one])
     assert f"{means[best]:.4f} (last {best[1]} of {folder / best[0]})" in table
@@ -155,8 +157,7 @@ def test_what_could_not_be_compared_in_the_end_is_refused_before_it_is_read(
     names: list[str], length: int, said: str, folder: Path
 ) -> None:
     paths = [f"{folder}/{name}" for name in names]
-    texts = [part for number in range(5) for part in ("-t", folder / f"text{number}.txt")]
-    refused = compare(*paths, *texts, "--length", length, "-o", folder / "out")
+    refused = compare(*asked(folder, *paths, length=length))
     assert isinstance(refused.exception, ctxext.errors.CtxextError)
     assert re.search(said, str(refused.exception))
     assert not (folder / "out" / "cells.jsonl").exists()

@@ -7,14 +7,16 @@ import itertools
 import json
 import math
 import os
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import LlamaForCausalLM
 
 import ctxext
 from ctxext.core.subject import Subject
@@ -34,37 +36,35 @@ from ctxext.methods.pi import PI
 from ctxext.methods.yarn import YaRN
 from ctxext.texts.corpus import corpus_of
 from ctxext.texts.documents import Document
+from tests._checkpoints import rain
 from tests._models import tiny
+from tests._tokenizer import BYTES, BYTES_AFTER_BOS
 
 TRAINED, TARGET, END = 512, 1024, 128
 WINDOWS = (128, 256, 384, 512)
+Planned = Callable[..., Comparison]
 TRUNCATIONS = [f"truncated {window}" for window in WINDOWS] + ["truncated"]
-DOCUMENTS = [
-    Document(name, "".join(f"{name} {i}: the rain falls and {i * i % 97} rivers run.\n" for i in range(60)))
-    for name in ("One", "Two")
-]
+DOCUMENTS = [Document(name, rain(name)) for name in ("One", "Two")]
 
 
-def planned(
-    model: Any,
-    tokenizer: PreTrainedTokenizerFast,
-    output: Path | None,
-    *,
-    documents: list[Document] = DOCUMENTS,
-    **given: Any,
-) -> Comparison:
+def plan(model: Any, output: Path | None = None, *, documents: list[Document] = DOCUMENTS, **given: Any) -> Comparison:
     return prepare(
-        Checkpoint("tiny", model, tokenizer),
-        lambda tokens: corpus_of(documents, tokenizer, tokens=tokens, whole=True),
+        Checkpoint("tiny", model, BYTES_AFTER_BOS),
+        lambda tokens: corpus_of(documents, BYTES_AFTER_BOS, tokens=tokens, whole=True),
         output,
         **{"depths": (), **given},
     )
 
 
-def measured(*arguments: Any, **given: Any) -> ComparisonResult:
-    comparison = planned(*arguments, **given)
+def measured(comparison: Comparison) -> ComparisonResult:
     comparison.measure(comparison.begin())
     return comparison.result()
+
+
+@pytest.fixture
+def planned(model: LlamaForCausalLM) -> Planned:
+    """Plan a comparison of methods on the model."""
+    return partial(plan, model)
 
 
 SAVED: list[tuple[str, dict[str, Any]]] = [
@@ -75,17 +75,15 @@ SAVED: list[tuple[str, dict[str, Any]]] = [
 
 @pytest.mark.nightly
 @pytest.mark.parametrize(("method", "rope"), SAVED, ids=["saved", "by its config"])
-def test_a_checkpoint_that_follows_the_length_is_read_at_each(
-    method: str, rope: dict[str, Any], bos_tokenizer: PreTrainedTokenizerFast
-) -> None:
-    length = {"max_position_embeddings": 64, "vocab_size": len(bos_tokenizer)}
+def test_a_checkpoint_that_follows_the_length_is_read_at_each(method: str, rope: dict[str, Any]) -> None:
+    length = {"max_position_embeddings": 64, "vocab_size": len(BYTES_AFTER_BOS)}
     own, plain = tiny("llama", **length, **rope), tiny("llama", **length)
     if method:
         ctxext.patch(own, method, factor=4)
     given = {"methods": ["pi"], "factors": (4.0,)}
-    before = measured(plain, bos_tokenizer, None, **given)
+    before = measured(plan(plain, **given))
     for _ in range(2):  # transformers' frequencies of the longest text so far are those of that text alone
-        found = measured(own, bos_tokenizer, None, **given)
+        found = measured(plan(own, **given))
         assert found.row("unpatched").reading.dynamic
         for row in found.rows:
             expected = before.row(row.reading.name if row.reading.is_reference else "pi x4")
@@ -93,20 +91,18 @@ def test_a_checkpoint_that_follows_the_length_is_read_at_each(
 
 
 @pytest.mark.nightly
-def test_figures_do_not_depend_on_the_order_of_methods(bos_tokenizer: PreTrainedTokenizerFast) -> None:
-    small = tiny("llama", max_position_embeddings=64, vocab_size=len(bos_tokenizer))
-    given = {"model": small, "output": None, "factors": (2.0, 4.0)}
+def test_figures_do_not_depend_on_the_order_of_methods() -> None:
+    small = tiny("llama", max_position_embeddings=64, vocab_size=len(BYTES_AFTER_BOS))
+    given = {"factors": (2.0, 4.0)}
     for order in itertools.permutations(["rerope", "yarn"]):
-        panels = measured(tokenizer=bos_tokenizer, methods=order, **given).panels
+        panels = measured(plan(small, methods=order, **given)).panels
         assert [panel.length for panel in panels] == [128, 256]
         assert [f"yarn x{panel.factor:g}" in [item.name for item in panel.drawn] for panel in panels] == [True, True]
 
 
 @pytest.mark.parametrize(("depth", "hidden"), [(0.3, True), (0.9, False)])
-def test_a_key_is_hidden_where_truncation_does_not_show_it(
-    depth: float, hidden: bool, model: LlamaForCausalLM, bos_tokenizer: PreTrainedTokenizerFast
-) -> None:
-    found = planned(model, bos_tokenizer, None, methods=["pi"], depths=(depth,), trials=2)
+def test_a_key_is_hidden_where_truncation_does_not_show_it(planned: Planned, depth: float, hidden: bool) -> None:
+    found = planned(methods=["pi"], depths=(depth,), trials=2)
     prompts = [prompt for prompt in found.prompts if prompt.length == TARGET]
     places = [prompt.passkey.key_position - prompt.dropped(TRAINED) - prompt.prefix for prompt in prompts]
     assert [place < 0 for place in places] == [hidden] * 2
@@ -116,10 +112,8 @@ def test_a_key_is_hidden_where_truncation_does_not_show_it(
 
 
 @pytest.mark.nightly
-def test_every_number_is_that_of_the_evaluations(
-    model: LlamaForCausalLM, bos_tokenizer: PreTrainedTokenizerFast, tmp_path: Path
-) -> None:
-    found = measured(model, bos_tokenizer, tmp_path, methods=["yarn ramp=turns", "dynamic_ntk"], depths=(0.0, 0.9))
+def test_every_number_is_that_of_the_evaluations(planned: Planned, model: LlamaForCausalLM, tmp_path: Path) -> None:
+    found = measured(planned(tmp_path, methods=["yarn ramp=turns", "dynamic_ntk"], depths=(0.0, 0.9)))
     assert [row.reading.name for row in found.rows] == [
         "unpatched",
         *TRUNCATIONS,
@@ -127,7 +121,7 @@ def test_every_number_is_that_of_the_evaluations(
         "dynamic_ntk x2",
     ]
     assert (found.trained_length, found.lengths, found.unit) == (TRAINED, (TRAINED, TARGET), "blocks of tokens")
-    tokens = [corpus_of([one], bos_tokenizer, tokens=TARGET + 1).documents[0].input_ids for one in DOCUMENTS]
+    tokens = [corpus_of([one], BYTES_AFTER_BOS, tokens=TARGET + 1).documents[0].input_ids for one in DOCUMENTS]
     plain = torch.cat([loss_by_position(model, ids) for ids in tokens])
     cut = {
         window: torch.cat(
@@ -139,7 +133,7 @@ def test_every_number_is_that_of_the_evaluations(
     truncated = torch.cat([plain[:, :TRAINED], cut[window]], dim=1)
     assert not ctxext.describe(model).method
     yarn = _row_by_hand(ctxext.patch(model, YaRN(factor=2, ramp="turns")), tokens)
-    prompt = passkey.build(bos_tokenizer, length=TARGET - 8, depth=0.0, seed=0)
+    prompt = passkey.build(BYTES_AFTER_BOS, length=TARGET - 8, depth=0.0, seed=0)
     key = passkey.measure(model, prompt)
     ctxext.unpatch(model)
     row = found.row("yarn x2 ramp=turns")
@@ -203,10 +197,8 @@ def _row_by_hand(model: Any, tokens: list[Tensor]) -> Tensor:
 
 
 @pytest.mark.slow
-def test_chosen_chunks_are_a_baseline_too(
-    model: LlamaForCausalLM, bos_tokenizer: PreTrainedTokenizerFast, tmp_path: Path
-) -> None:
-    found = measured(model, bos_tokenizer, tmp_path, methods=["yarn"], depths=(0.5,), select=True)
+def test_chosen_chunks_are_a_baseline_too(planned: Planned, tmp_path: Path) -> None:
+    found = measured(planned(tmp_path, methods=["yarn"], depths=(0.5,), select=True))
     names = [row.reading.name for row in found.rows]
     assert names == ["unpatched", *TRUNCATIONS[:-1], "selected", "truncated", "yarn x2"]
     ends = {name: found.row(name).scores[-1] for name in names}
@@ -225,9 +217,7 @@ def test_chosen_chunks_are_a_baseline_too(
 
 
 @pytest.mark.nightly
-def test_the_verdict_follows_the_losses(
-    model: LlamaForCausalLM, bos_tokenizer: PreTrainedTokenizerFast, tmp_path: Path
-) -> None:
+def test_the_verdict_follows_the_losses(planned: Planned, tmp_path: Path) -> None:
     """The same words for every outcome would be a brochure."""
     noise = torch.randn(3, 2, 1024, generator=torch.Generator().manual_seed(0)) * 0.1
     base = 3 + noise[0]
@@ -255,7 +245,7 @@ def test_the_verdict_follows_the_losses(
     lost += 2.7 * gap.standard_error - gap.mean
     assert told(slight=lost).beats == "undecided"
     assert LossTable.of({"truncated 512": [*base], "slight": [*lost]}).judge(["slight"], TARGET).beats == "no"
-    result = measured(model, bos_tokenizer, tmp_path, methods=["yarn"])
+    result = measured(planned(tmp_path, methods=["yarn"]))
     versus = told(near=near - 0.1).versus_truncation
     words = {
         beats: headline(replace(result, verdicts=(replace(result.verdicts[0], beats=beats, versus_truncation=versus),)))
@@ -278,7 +268,7 @@ def test_the_verdict_follows_the_losses(
 
 
 @pytest.mark.slow
-def test_methods_that_are_tried(model: LlamaForCausalLM, tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+def test_methods_that_are_tried(planned: Planned, model: LlamaForCausalLM, tmp_path: Path) -> None:
     subject = Subject.of(model)
     names = [(method.name, method.factor) for method in chosen_methods(subject, [], [4.0, 2.0])]
     assert {("yarn", 2.0), ("yarn", 4.0), ("dynamic_yarn", 4.0)} <= set(names)
@@ -294,19 +284,17 @@ def test_methods_that_are_tried(model: LlamaForCausalLM, tmp_path: Path, tokeniz
     assert own == (PI(factor=3.0), YaRN(factor=2.0), YaRN(factor=4.0)), "a factor of its own goes first"
     bloom = chosen_methods(Subject.of(tiny("bloom")), [], [2.0])
     assert {method.name for method in bloom} == {"alibi", "pi", "dynamic_pi"}
-    plan = planned(model, tokenizer, tmp_path / "out", methods=["yarn", "abf base=20000", "table inv_freq=[1,2]"])
-    assert [reading.label for reading in plan.readings[6:]] == [f"YaRN {TIMES}2", "ABF (base=20000.0)"]
-    assert [(refusal.label[:5], "inv_freq" in refusal.reason) for refusal in plan.refusals] == [("given", True)]
+    comparison = planned(tmp_path / "out", methods=["yarn", "abf base=20000", "table inv_freq=[1,2]"])
+    assert [reading.label for reading in comparison.readings[6:]] == [f"YaRN {TIMES}2", "ABF (base=20000.0)"]
+    assert [(refusal.label[:5], "inv_freq" in refusal.reason) for refusal in comparison.refusals] == [("given", True)]
 
 
 @pytest.mark.nightly
-def test_a_checkpoint_saved_extended_competes_as_it_is(
-    model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, tmp_path: Path
-) -> None:
+def test_a_checkpoint_saved_extended_competes_as_it_is(model: LlamaForCausalLM, tmp_path: Path) -> None:
     ctxext.save(ctxext.patch(model, "yarn", factor=2), tmp_path / "saved")
     expected = model(torch.arange(200)[None], use_cache=False).logits
     loaded = ctxext.load(tmp_path / "saved").eval()
-    result = measured(loaded, tokenizer, tmp_path / "out", methods=["pi", "yarn"])
+    result = measured(plan(loaded, tmp_path / "out", methods=["pi", "yarn"]))
     row = result.row("unpatched")
     assert (row.reading.label, row.reading.is_candidate, result.trained_length) == (
         f"as saved (yarn {TIMES}2)",
@@ -342,55 +330,47 @@ def test_a_checkpoint_saved_extended_competes_as_it_is(
         ({"documents": [Document("blank", "")]}, InvalidParameterError, "0 of 1 documents"),
     ],
 )
-def test_bad_input(
-    model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, tmp_path: Path, given: Any, error: Any, message: str
-) -> None:
+def test_bad_input(planned: Planned, tmp_path: Path, given: Any, error: Any, message: str) -> None:
     with pytest.raises(error, match=message):
-        planned(model, tokenizer, tmp_path / "out", **given)
+        planned(tmp_path / "out", **given)
     assert not (tmp_path / "out").exists()
 
 
-def test_a_model_without_a_trained_length_is_asked_about(tokenizer: PreTrainedTokenizerFast) -> None:
+def test_a_model_without_a_trained_length_is_asked_about() -> None:
     stretched = tiny(rope_parameters={"rope_type": "linear", "factor": 2.0, "rope_theta": 10000.0})
     with pytest.raises(InvalidParameterError, match="--trained-length"):
-        Readings(Checkpoint("tiny", stretched, tokenizer))
-    assert Readings(Checkpoint("tiny", stretched, tokenizer), trained_length=32).trained_length == 32
+        Readings(Checkpoint("tiny", stretched, BYTES))
+    assert Readings(Checkpoint("tiny", stretched, BYTES), trained_length=32).trained_length == 32
 
 
-def test_a_model_extended_from_a_trained_length_of_its_own_is_given_back_as_it_was(
-    tokenizer: PreTrainedTokenizerFast,
-) -> None:
+def test_a_model_extended_from_a_trained_length_of_its_own_is_given_back_as_it_was() -> None:
     """Measured from that length too, and not from the one in the config."""
     model = ctxext.patch(tiny(), "yarn", factor=4, trained_length=32)
     before = model.config.ctxext
-    (*_, pi), _ = Readings(Checkpoint("tiny", model, tokenizer)).find([ctxext.method("pi", factor=2)])
+    (*_, pi), _ = Readings(Checkpoint("tiny", model, BYTES)).find([ctxext.method("pi", factor=2)])
     assert pi.reach == 64
     assert model.config.ctxext == before
 
 
 @pytest.mark.slow
-def test_another_folder_is_refused_by_name(
-    model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, tmp_path: Path
-) -> None:
+def test_another_folder_is_refused_by_name(planned: Planned, model: LlamaForCausalLM, tmp_path: Path) -> None:
     output = tmp_path / "out"
-    planned(model, tokenizer, output, methods=["pi"]).begin()
-    planned(model, tokenizer, output, methods=["yarn"], seed=3).begin()
+    planned(output, methods=["pi"]).begin()
+    planned(output, methods=["yarn"], seed=3).begin()
     with pytest.raises(ResultsError, match=r"another corpus: One, Two \(sha256 .* this is One \(sha256"):
-        planned(model, tokenizer, output, methods=["pi"], documents=DOCUMENTS[:1]).begin()
+        planned(output, methods=["pi"], documents=DOCUMENTS[:1]).begin()
     with torch.no_grad():
         model.lm_head.weight[0] += 1
     with pytest.raises(ResultsError, match=r"another checkpoint: tiny in torch.float32 \(sha256 .* Choose another"):
-        planned(model, tokenizer, output, methods=["pi"]).begin()
+        planned(output, methods=["pi"]).begin()
     (tmp_path / "thesis.txt").touch()
     with pytest.raises(ResultsError, match="not empty and holds no earlier comparison"):
-        planned(model, tokenizer, tmp_path, methods=["pi"]).begin()
+        planned(tmp_path, methods=["pi"]).begin()
 
 
 @pytest.mark.slow
-def test_a_full_disk_keeps_what_is_finished(
-    model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    comparison = planned(model, tokenizer, tmp_path, methods=["pi"])
+def test_a_full_disk_keeps_what_is_finished(planned: Planned, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    comparison = planned(tmp_path, methods=["pi"])
     cells = comparison.begin()
     real, calls = os.fsync, 0
 
@@ -407,20 +387,18 @@ def test_a_full_disk_keeps_what_is_finished(
     assert len((tmp_path / "cells.jsonl").read_text(encoding="utf-8").splitlines()) == 2
     assert not [path for path in tmp_path.rglob(".*") if path.is_file()]
     monkeypatch.undo()
-    again = planned(model, tokenizer, tmp_path, methods=["pi"])
+    again = planned(tmp_path, methods=["pi"])
     assert [cell.key for cell in again.begin()] == [cell.key for cell in cells[2:]]
     again.measure(again.begin())
     assert again.begin() == ()
 
 
 @pytest.mark.nightly
-def test_cells_are_found_again_only_for_what_they_were(
-    model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, tmp_path: Path
-) -> None:
+def test_cells_are_found_again_only_for_what_they_were(planned: Planned, tmp_path: Path) -> None:
     def pending(**given: Any) -> int:
-        return len(planned(model, tokenizer, tmp_path, **{"methods": ["pi"], "depths": (0.0,), **given}).begin())
+        return len(planned(tmp_path, **{"methods": ["pi"], "depths": (0.0,), **given}).begin())
 
-    comparison = planned(model, tokenizer, tmp_path, methods=["pi"], depths=(0.0,))
+    comparison = planned(tmp_path, methods=["pi"], depths=(0.0,))
     every = comparison.begin()
     assert len(every) == len({cell.key for cell in every}) == 6 * 2 + 5
     comparison.measure(every)
@@ -432,17 +410,17 @@ def test_cells_are_found_again_only_for_what_they_were(
     assert pending() == 1, "losses that are gone are computed again"
     (tmp_path / entry["file"]).write_bytes(b"")
     with pytest.raises(ResultsError, match=r"is damaged .*Delete it and run the command again"):
-        planned(model, tokenizer, tmp_path, methods=["pi"]).result()
+        planned(tmp_path, methods=["pi"]).result()
 
 
 @pytest.mark.nightly
 def test_passkeys_that_were_judged_otherwise_are_asked_again(
-    model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    planned: Planned, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What was kept of losses is still right."""
 
     def keys(kind: type) -> dict[str, str]:
-        jobs = planned(model, tokenizer, tmp_path, methods=["dynamic_ntk"], depths=(0.0,)).jobs
+        jobs = planned(tmp_path, methods=["dynamic_ntk"], depths=(0.0,)).jobs
         return {job.name: job.key for job in jobs if isinstance(job, kind)}
 
     losses, passkeys = keys(LossJob), keys(PromptJob)
@@ -453,10 +431,8 @@ def test_passkeys_that_were_judged_otherwise_are_asked_again(
 
 
 @pytest.mark.nightly
-def test_a_comparison_without_a_folder_finds_the_same(
-    model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, tmp_path: Path
-) -> None:
-    kept, found = (measured(model, tokenizer, output, methods=["pi"]) for output in (tmp_path, None))
+def test_a_comparison_without_a_folder_finds_the_same(planned: Planned, tmp_path: Path) -> None:
+    kept, found = (measured(planned(output, methods=["pi"])) for output in (tmp_path, None))
     assert replace(found, made={}) == replace(kept, made={})
 
 
@@ -481,10 +457,8 @@ def test_a_torn_line_costs_its_cell_only(tmp_path: Path) -> None:
     assert set(journal().finished()) == {"k0", "k1", "k2", "k3"}
 
 
-def test_processes_share_all_cells_evenly(
-    model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, tmp_path: Path
-) -> None:
-    some = planned(model, tokenizer, tmp_path, methods=["pi"]).jobs[0]
+def test_processes_share_all_cells_evenly(planned: Planned, tmp_path: Path) -> None:
+    some = planned(tmp_path, methods=["pi"]).jobs[0]
     cells = [replace(some, key=f"k{n}", cost=float(1 + n % 7)) for n in range(40)]
     shares = [my_share(cells, process, 3) for process in range(3)]
     assert sorted(cell.key for share in shares for cell in share) == sorted(cell.key for cell in cells)
@@ -492,11 +466,9 @@ def test_processes_share_all_cells_evenly(
     assert max(loads) - min(loads) <= 7
 
 
-def test_losses_that_are_no_numbers_are_an_error(
-    model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, tmp_path: Path
-) -> None:
+def test_losses_that_are_no_numbers_are_an_error(planned: Planned, model: LlamaForCausalLM, tmp_path: Path) -> None:
     with torch.no_grad():
         model.model.norm.weight[0] = math.nan
-    comparison = planned(model, tokenizer, tmp_path, methods=["pi"])
+    comparison = planned(tmp_path, methods=["pi"])
     with pytest.raises(CtxextError, match=r"infinite losses: unpatched, One, 1,024 tokens.*--dtype"):
         comparison.measure(comparison.begin())

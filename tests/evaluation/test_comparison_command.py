@@ -10,34 +10,26 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 from ctxext import errors
 from ctxext.errors import install_line
 from ctxext.evaluation import passkey
+from tests._checkpoints import rainy, save_with_tokenizer
+from tests._models import byte_model
 from tests._programs import command, killed_at, launched
 
 TRUNCATIONS = [f"truncated {window}" for window in (128, 256, 384, 512)]
 
 
 @pytest.fixture(scope="module")
-def arguments(tmp_path_factory: pytest.TempPathFactory, bos_tokenizer: PreTrainedTokenizerFast) -> list[str]:
+def arguments(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     """A checkpoint and two texts on disk, and the command that compares two methods on them."""
     folder = tmp_path_factory.mktemp("inputs")
-    for name in ("one", "two"):
-        lines = [f"{name} {i}: the rain falls and {i * i % 97} rivers run.\n" for i in range(60)]
-        (folder / f"{name}.txt").write_text("".join(lines), encoding="utf-8")
-    bos_tokenizer.save_pretrained(folder / "checkpoint")
+    one, two = map(str, rainy(folder, ["one", "two"]))
     return [
-        *("eval", "compare", str(folder / "checkpoint"), "--dtype", "fp32", "--depth", "0"),
-        *("--text", str(folder / "one.txt"), "--text", str(folder / "two.txt"), "-m", "yarn", "-m", "dynamic_ntk"),
+        *("eval", "compare", str(save_with_tokenizer(byte_model(), folder / "checkpoint")), "--dtype", "fp32"),
+        *("--depth", "0", "--text", one, "--text", two, "-m", "yarn", "-m", "dynamic_ntk"),
     ]
-
-
-@pytest.fixture(autouse=True)
-def checkpoint(model: LlamaForCausalLM, arguments: list[str]) -> None:
-    if not (Path(arguments[2]) / "config.json").exists():
-        model.save_pretrained(arguments[2])
 
 
 def read(output: Path) -> tuple[str, dict[str, Any]]:

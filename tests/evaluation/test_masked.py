@@ -35,6 +35,7 @@ from ctxext.measuring.survey import Survey
 from ctxext.measuring.truncation import TRUNCATED, UNPATCHED
 from ctxext.texts.corpus import Corpus, corpus_of
 from ctxext.texts.documents import Document
+from tests._checkpoints import save_with_tokenizer
 from tests._models import bert, tiny
 from tests._programs import command
 from tests._tokenizer import make_tokenizer
@@ -210,9 +211,7 @@ def test_a_report_is_read_as_it_was_written_and_says_what_it_found() -> None:
 
 
 def saved(folder: Path, kind: Any = BertForMaskedLM) -> Path:
-    bert(kind).save_pretrained(folder)
-    tokenizer().save_pretrained(folder)
-    return folder
+    return save_with_tokenizer(bert(kind), folder, tokenizer())
 
 
 @pytest.mark.nightly
@@ -260,11 +259,9 @@ def test_new_rows_that_were_trained_are_measured_and_survive_other_methods(tmp_p
 def test_what_fills_in_no_masked_tokens_is_refused(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"lack cls\.predictions"):
         load_checkpoint(str(saved(tmp_path / "headless", BertModel)), masked=True)
-    causal = tiny()
-    causal.save_pretrained(tmp_path / "causal")
-    tokenizer().save_pretrained(tmp_path / "causal")
+    causal = save_with_tokenizer(tiny(), tmp_path / "causal", tokenizer())
     with pytest.raises(CheckpointError, match="Cannot load a masked language model"):
-        load_checkpoint(str(tmp_path / "causal"), masked=True)
+        load_checkpoint(str(causal), masked=True)
     headless = bert(BertModel)
     ctxext.patch(headless, "pi", factor=2)
     ctxext.save(headless, tmp_path / "extended")

@@ -14,7 +14,7 @@ import matplotlib.figure
 import pytest
 import torch
 from rich.console import Console
-from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import LlamaForCausalLM
 
 import ctxext
 from ctxext.errors import IncompatibleError, InvalidParameterError, ResultsError
@@ -32,14 +32,13 @@ from ctxext.measuring.readers import find_readers
 from ctxext.measuring.statistics import wilson_interval
 from ctxext.texts.documents import read_documents
 from tests._programs import command
+from tests._tokenizer import BYTES_AFTER_BOS
 
 ASKED = ("--dtype", "fp32", "-m", "yarn", "-m", "dynamic_ntk", "--depth", "0", "--depth", "0.9")
 
 
 @pytest.mark.nightly
-def test_passkeys_are_those_of_the_evaluation(
-    checkpoint: str, model: LlamaForCausalLM, bos_tokenizer: PreTrainedTokenizerFast, tmp_path: Path
-) -> None:
+def test_passkeys_are_those_of_the_evaluation(checkpoint: str, model: LlamaForCausalLM, tmp_path: Path) -> None:
     outputs = [tmp_path / f"keys.{kind}" for kind in ("json", "md", "png")]
     shown = command("eval", "passkey", checkpoint, *ASKED, *(part for path in outputs for part in ("-o", path)), code=0)
     saved = json.loads(outputs[0].read_text(encoding="utf-8"))
@@ -53,7 +52,7 @@ def test_passkeys_are_those_of_the_evaluation(
         if method is not None:
             ctxext.patch(model, method, factor=2)
         for trial in reading.trials:
-            prompt = passkey.build(bos_tokenizer, length=trial.length - 8, depth=trial.depth)
+            prompt = passkey.build(BYTES_AFTER_BOS, length=trial.length - 8, depth=trial.depth)
             if reading.reading == "truncated" and trial.length > 512:
                 last = torch.cat([prompt.prompt[:1], prompt.prompt[-(512 - 8 - 1) :]])
                 prompt = replace(prompt, prompt=last, key_position=prompt.key_position - 512)
@@ -76,12 +75,10 @@ def test_passkeys_are_those_of_the_evaluation(
     assert re.search(r"Beyond the trained 512 tokens, found: unpatched 0 of 2 \(0% to 66%\)", shown.output)
 
 
-def test_a_checkpoint_that_was_saved_extended_is_read_as_saved(
-    checkpoint: str, bos_tokenizer: PreTrainedTokenizerFast, tmp_path: Path
-) -> None:
+def test_a_checkpoint_that_was_saved_extended_is_read_as_saved(checkpoint: str, tmp_path: Path) -> None:
     """The original reads for the references; without it, the extended model itself reads the last tokens."""
     ctxext.patch(LlamaForCausalLM.from_pretrained(checkpoint), "yarn", factor=2).save_pretrained(tmp_path)
-    bos_tokenizer.save_pretrained(tmp_path)
+    BYTES_AFTER_BOS.save_pretrained(tmp_path)
     loaded, plain = (load_checkpoint(str(place), dtype="fp32") for place in (tmp_path, checkpoint))
     readers = find_readers(loaded, reference=plain)
     assert [one.reading.name for one in readers] == ["unpatched", "truncated", "as saved"]
@@ -108,13 +105,9 @@ def test_a_checkpoint_that_was_saved_extended_is_read_as_saved(
     ],
 )
 def test_what_cannot_be_read_is_refused(
-    model: LlamaForCausalLM,
-    bos_tokenizer: PreTrainedTokenizerFast,
-    given: dict[str, Any],
-    kind: type[Exception],
-    message: str,
+    model: LlamaForCausalLM, given: dict[str, Any], kind: type[Exception], message: str
 ) -> None:
-    loaded = Checkpoint("tiny", model, bos_tokenizer)
+    loaded = Checkpoint("tiny", model, BYTES_AFTER_BOS)
     with pytest.raises(kind, match=message):
         find_readers(loaded, **given)
     with pytest.raises(InvalidParameterError, match="is its own reference"):
@@ -123,10 +116,8 @@ def test_what_cannot_be_read_is_refused(
 
 
 @pytest.mark.slow
-def test_lengths_follow_from_methods_and_factors_from_lengths(
-    model: LlamaForCausalLM, bos_tokenizer: PreTrainedTokenizerFast
-) -> None:
-    loaded = Checkpoint("tiny", model, bos_tokenizer)
+def test_lengths_follow_from_methods_and_factors_from_lengths(model: LlamaForCausalLM) -> None:
+    loaded = Checkpoint("tiny", model, BYTES_AFTER_BOS)
 
     def readers(**given: Any) -> dict[str, tuple[int, ...]]:
         return {one.reading.name: one.lengths for one in find_readers(loaded, **given)}
@@ -232,9 +223,7 @@ def test_a_damaged_identity_is_an_error_that_names_it(tmp_path: Path) -> None:
 
 
 @pytest.mark.nightly
-def test_ruler_is_that_of_the_evaluation(
-    checkpoint: str, bos_tokenizer: PreTrainedTokenizerFast, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ruler_is_that_of_the_evaluation(checkpoint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = json.loads((Path(checkpoint) / "config.json").read_text(encoding="utf-8"))
     config["max_position_embeddings"] = 1024
     (Path(checkpoint) / "config.json").write_text(json.dumps(config), encoding="utf-8")
@@ -251,22 +240,22 @@ def test_ruler_is_that_of_the_evaluation(
     assert (report.essay, report.chat, report.left_out) == ("prose", False, {})
     model = LlamaForCausalLM.from_pretrained(checkpoint).eval()
     essay = next(read_documents([prose]))
-    prompts = ruler.ruler_prompts(bos_tokenizer, lengths=[1024, 1400], tasks=list(short), samples=2, essay=essay)
+    prompts = ruler.ruler_prompts(BYTES_AFTER_BOS, lengths=[1024, 1400], tasks=list(short), samples=2, essay=essay)
 
     def answers() -> tuple[RulerTrial, ...]:
-        return tuple(ruler.ask(model, bos_tokenizer, each.task, each.question()) for each in prompts)
+        return tuple(ruler.ask(model, BYTES_AFTER_BOS, each.task, each.question()) for each in prompts)
 
     by_name = {reading.reading: reading for reading in report.readings}
     assert set(by_name) == {"unpatched", "truncated", "pi x1.36719"}
     assert by_name["unpatched"].trials == answers()
     last = by_name["truncated"].trials[-1]
     sample = ruler.draw(
-        ruler.ruler_prompts(bos_tokenizer, lengths=[1400], tasks=["niah_single_2"], essay=essay)[0].task,
+        ruler.ruler_prompts(BYTES_AFTER_BOS, lengths=[1400], tasks=["niah_single_2"], essay=essay)[0].task,
         index=1,
         seed=42,
     )
-    whole = bos_tokenizer(sample.prompt).input_ids
-    reply = ruler.reply_to(model, bos_tokenizer, [whole[0], *whole[-(1024 - 8 - 1) :]], tokens=8)
+    whole = BYTES_AFTER_BOS(sample.prompt).input_ids
+    reply = ruler.reply_to(model, BYTES_AFTER_BOS, [whole[0], *whole[-(1024 - 8 - 1) :]], tokens=8)
     assert (last.reply, last.prompt_tokens) == (reply, 1024 - 8)
     assert by_name["truncated"].trials[:4] == by_name["unpatched"].trials[:4]
     ctxext.patch(model, "pi", target_length=1400)
@@ -278,15 +267,13 @@ def test_ruler_is_that_of_the_evaluation(
 
 
 @pytest.mark.slow
-def test_the_words_follow_the_numbers(
-    model: LlamaForCausalLM, bos_tokenizer: PreTrainedTokenizerFast, tmp_path: Path
-) -> None:
+def test_the_words_follow_the_numbers(model: LlamaForCausalLM, tmp_path: Path) -> None:
     def keys(name: str, found: str, lengths: tuple[int, ...]) -> PasskeyResult:
         cells = [(length, depth) for length in lengths for depth in (0.0, 1.0)]
         trials = [PasskeyTrial(n, d, 9, 0, "12345", c == "y", 0.5) for (n, d), c in zip(cells, found, strict=True)]
         return PasskeyResult(tuple(trials), name, name)
 
-    provenance = provenance_of(Checkpoint("tiny", model, bos_tokenizer), seed=0)
+    provenance = provenance_of(Checkpoint("tiny", model, BYTES_AFTER_BOS), seed=0)
     readings = (keys("unpatched", "yynn", (512, 1024)), keys("yarn", "nyyy", (512, 1024)), keys("pi", "yy", (512,)))
     report = PasskeyReport(readings=readings, trained_length=512, provenance=provenance)
     low, high = wilson_interval(1.0, 2)

@@ -5,28 +5,20 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import LlamaForCausalLM
 
 from ctxext.measuring.readings import TIMES
+from tests._checkpoints import rainy, save_with_tokenizer
 from tests._programs import ROOT, ran
 
 
 @pytest.mark.nightly
-def test_a_study_grows(model: LlamaForCausalLM, bos_tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
-    model.save_pretrained(tmp_path / "checkpoint")
-    bos_tokenizer.save_pretrained(tmp_path / "checkpoint")
-    for name in ("one", "two"):
-        lines = [f"{name} {i}: the rain falls and {i * i % 97} rivers run.\n" for i in range(60)]
-        (tmp_path / f"{name}.txt").write_text("".join(lines), encoding="utf-8")
+def test_a_study_grows(model: LlamaForCausalLM, tmp_path: Path) -> None:
+    save_with_tokenizer(model, tmp_path / "checkpoint")
+    rainy(tmp_path, ["one", "two"])
     arguments = [
         str(ROOT / "scripts/studies/zero_shot.py"),
-        "checkpoint",
-        "-t",
-        "one.txt",
-        "-t",
-        "two.txt",
-        "-o",
-        "study",
+        *["checkpoint", "-t", "one.txt", "-t", "two.txt", "-o", "study"],
     ]
     first = ran([*arguments, "-m", "self_extend", "--trials", "0"], tmp_path, code=0)
     assert "1 methods, 2 texts.\n12 jobs" in first.stdout

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import LlamaForCausalLM
 
 from ctxext.errors import InvalidParameterError, install_line
 from ctxext.evaluation.ruler.run import RulerResult, RulerTrial, ask, draw, ruler_prompts
@@ -21,6 +21,7 @@ from ctxext.evaluation.trials import relative_effective_length
 from ctxext.measuring.statistics import wilson_interval
 from ctxext.texts.documents import Document
 from tests._models import trained_for
+from tests._tokenizer import BYTES_AFTER_BOS
 
 PROSE = Document("prose", " ".join(f"On day {day} it rained, and nobody came." for day in range(40)))
 
@@ -131,12 +132,12 @@ def answered(model: LlamaForCausalLM, tokenizer: Any, *, samples: int = 10, **gi
 
 
 @pytest.mark.nightly
-def test_a_whole_run(long_model: LlamaForCausalLM, bos_tokenizer: PreTrainedTokenizerFast) -> None:
+def test_a_whole_run(long_model: LlamaForCausalLM) -> None:
     """Greedy whatever the checkpoint's own settings say; the BOS token counts."""
     long_model.generation_config.do_sample = True
     long_model.generation_config.repetition_penalty = 3.0
     arguments = {"lengths": [1500, 1024, 1500], "tasks": ["niah_single_1", "fwe"], "samples": 2, "essay": PROSE}
-    found = answered(long_model, bos_tokenizer, **arguments)
+    found = answered(long_model, BYTES_AFTER_BOS, **arguments)
     cells = [(trial.length, trial.task, trial.index) for trial in found.trials]
     assert cells == [(n, task, i) for n in (1024, 1500) for task in ("niah_single_1", "fwe") for i in (0, 1)]
     assert (found.rows, found.lengths) == (("niah_single_1", "fwe"), (1024, 1500))
@@ -145,8 +146,8 @@ def test_a_whole_run(long_model: LlamaForCausalLM, bos_tokenizer: PreTrainedToke
     made = draw(TASKS["niah_single_1"](setting), index=1, seed=42)
     trial = found.trials[1]
     assert (trial.answers, trial.prompt_tokens) == (made.answers, 1 + len(made.prompt.encode()))
-    written = decode_by_hand(long_model, bos_tokenizer(made.prompt).input_ids, 128)
-    assert trial.reply == bos_tokenizer.decode(written, skip_special_tokens=True)
+    written = decode_by_hand(long_model, BYTES_AFTER_BOS(made.prompt).input_ids, 128)
+    assert trial.reply == BYTES_AFTER_BOS.decode(written, skip_special_tokens=True)
     assert trial.score == 100.0 * (made.answers[0] in trial.reply)
 
 
@@ -164,20 +165,20 @@ def test_averages_are_of_whole_lengths() -> None:
 
 
 def test_a_chat_template_is_put_around_the_message(
-    long_model: LlamaForCausalLM, bos_tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
+    long_model: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     read: list[str] = []
 
     def generate(ids: torch.Tensor, **kwargs: object) -> torch.Tensor:
-        read.append(bos_tokenizer.decode(ids[0]))
+        read.append(BYTES_AFTER_BOS.decode(ids[0]))
         return torch.cat([ids, ids[:, :1]], dim=1)
 
     monkeypatch.setattr(long_model, "generate", generate)
     with pytest.raises(InvalidParameterError, match="no chat template"):
-        answered(long_model, bos_tokenizer, lengths=[1024], tasks=["niah_single_1"], chat=True)
+        answered(long_model, BYTES_AFTER_BOS, lengths=[1024], tasks=["niah_single_1"], chat=True)
     template = "<s>{% for m in messages %}[{{ m.role }}]{{ m.content }}[/]{% endfor %}"
-    monkeypatch.setattr(bos_tokenizer, "chat_template", template)
-    answered(long_model, bos_tokenizer, lengths=[2048], tasks=["niah_single_1", "vt", "cwe"], samples=1, chat=True)
+    monkeypatch.setattr(BYTES_AFTER_BOS, "chat_template", template)
+    answered(long_model, BYTES_AFTER_BOS, lengths=[2048], tasks=["niah_single_1", "vt", "cwe"], samples=1, chat=True)
     needle, tracking, common = read
     assert re.fullmatch(r"<s>\[user\]A special magic.*provided text\?\[/\] The special magic.* is", needle, re.DOTALL)
     # The solved example stands in the same message for vt, and is a message of its own for cwe: as NVIDIA has it.
@@ -195,11 +196,7 @@ def test_a_chat_template_is_put_around_the_message(
     ],
 )
 def test_bad_input(
-    long_model: LlamaForCausalLM,
-    bos_tokenizer: PreTrainedTokenizerFast,
-    change: dict[str, object],
-    message: str,
-    monkeypatch: pytest.MonkeyPatch,
+    long_model: LlamaForCausalLM, change: dict[str, object], message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def never(*_: object, **__: object) -> None:
         raise AssertionError("asked before everything was checked")
@@ -208,4 +205,4 @@ def test_bad_input(
     arguments: dict[str, object] = {"lengths": [1024], "tasks": ["niah_single_1"]} | change
     asked: Callable[..., object] = answered
     with pytest.raises(InvalidParameterError, match=message):
-        asked(long_model, bos_tokenizer, **arguments)
+        asked(long_model, BYTES_AFTER_BOS, **arguments)
