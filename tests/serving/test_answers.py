@@ -29,6 +29,7 @@ from tests.serving._asking import (
 )
 
 PROMPT = "once upon a time"
+HI: Any = [{"role": "user", "content": "hi"}]
 pytestmark = pytest.mark.slow
 BATCHES = pytest.param(True, marks=pytest.mark.skipif(not PAGED_IN_LAYERS, reason="batches need transformers 5.24"))
 SEVEN: dict[str, Any] = {"prompt": PROMPT, "max_tokens": 12, "temperature": 1, "seed": 7, "logit_bias": {"1": -100}}
@@ -320,7 +321,7 @@ def test_letters_of_several_tokens_are_given_out_whole(of_bytes: Asking) -> None
 
 def test_variables_of_the_template_are_set_or_refused(server: Asking) -> None:
     def count(path: str = CHAT, **more: Any) -> int:
-        body = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 1}
+        body = {"messages": HI, "max_tokens": 1}
         status, answer = server.raw(path, body | more)
         assert status == 200, answer
         return int(answer["usage"]["prompt_tokens"])
@@ -332,16 +333,14 @@ def test_variables_of_the_template_are_set_or_refused(server: Asking) -> None:
     _, answer = server.raw(RESPONSES, {"input": "hi", "max_output_tokens": 1, "reasoning": {"effort": "low"}})
     assert (answer["usage"]["input_tokens"], answer["status"]) == (plain + 3, "incomplete")
     assert count(tools=TOOLS) > plain == count(tools=TOOLS, tool_choice="none")
-    messages: Any = [{"role": "user", "content": "hi"}]
     for wrong in ("self", "messages", "tools", "tokenize", "chat_template", "raise_exception", "nobody"):
-        assert wrong in server.refused(CHAT, messages=messages, chat_template_kwargs={wrong: 1})
-    assert server.raw(CHAT, {"messages": messages, "chat_template_kwargs": {"mood": {}}})[0] == 200
+        assert wrong in server.refused(CHAT, messages=HI, chat_template_kwargs={wrong: 1})
+    assert server.raw(CHAT, {"messages": HI, "chat_template_kwargs": {"mood": {}}})[0] == 200
 
 
 def test_what_a_template_does_not_show_is_refused() -> None:
     with asking(letters(SILENT), together=False) as server:
-        messages: Any = [{"role": "user", "content": "hi"}]
-        asked = {"messages": messages, "max_tokens": 1}
+        asked = {"messages": HI, "max_tokens": 1}
         named = {"type": "function", "function": {"name": "time"}}
         for choice in (None, "auto", "required", named):
             assert "does not show them" in server.refused(CHAT, **asked, tools=TOOLS, tool_choice=choice)
@@ -359,8 +358,7 @@ def test_a_json_schema_is_kept(of_bytes: Asking, stream: bool) -> None:
         "required": ["city", "count"],
         "additionalProperties": False,
     }
-    messages: Any = [{"role": "user", "content": "hi"}]
-    asked: dict[str, Any] = {"messages": messages, "temperature": 1, "seed": 2, "max_tokens": 99, "stream": stream}
+    asked: dict[str, Any] = {"messages": HI, "temperature": 1, "seed": 2, "max_tokens": 99, "stream": stream}
     named = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema, "strict": True}}
     (choice,) = of_bytes.choices(CHAT, **asked, response_format=named)
     answer = json.loads(choice["text"] if stream else choice["message"]["content"])
@@ -388,7 +386,7 @@ def test_a_json_schema_is_kept(of_bytes: Asking, stream: bool) -> None:
 def test_a_schema_that_is_too_large_is_refused_and_not_left_unkept(of_bytes: Asking, schema: Any) -> None:
     """A matcher in error says that the JSON is complete."""
     pytest.importorskip("llguidance", reason="forced formats need llguidance")
-    asked: dict[str, Any] = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 30}
+    asked: dict[str, Any] = {"messages": HI, "max_tokens": 30}
     named = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
     for stream in (False, True):
         status, answer = of_bytes.raw(CHAT, asked | {"response_format": named, "stream": stream, "n": 2})
@@ -399,9 +397,8 @@ def test_a_schema_that_is_too_large_is_refused_and_not_left_unkept(of_bytes: Ask
 def test_tools_that_have_to_be_strict_are_served(of_bytes: Asking) -> None:
     """As agents of pydantic-ai ask by default."""
     tools = [{"type": "function", "function": tool["function"] | {"strict": True}} for tool in TOOLS]
-    messages = [{"role": "user", "content": "hi"}]
     for choice in ({}, {"tool_choice": "auto"}, {"tool_choice": "none"}):
-        assert of_bytes.choices(CHAT, messages=messages, max_tokens=3, tools=tools, **choice)
+        assert of_bytes.choices(CHAT, messages=HI, max_tokens=3, tools=tools, **choice)
     flat = [tool["function"] | {"type": "function"} for tool in tools]
     assert of_bytes.raw(RESPONSES, {"input": "hi", "max_output_tokens": 3, "tools": flat})[0] == 200
     assert "tool_choice" in of_bytes.client.get("/health").json()["strict_tools"]
@@ -410,8 +407,7 @@ def test_tools_that_have_to_be_strict_are_served(of_bytes: Asking) -> None:
 @pytest.mark.nightly
 def test_a_tool_that_has_to_be_called_is_called(of_bytes: Asking) -> None:
     pytest.importorskip("llguidance", reason="forced formats need llguidance")
-    messages: Any = [{"role": "user", "content": "hi"}]
-    asked: dict[str, Any] = {"messages": messages, "max_tokens": 99, "tools": TOOLS, "parallel_tool_calls": False}
+    asked: dict[str, Any] = {"messages": HI, "max_tokens": 99, "tools": TOOLS, "parallel_tool_calls": False}
     for choice in ("required", {"type": "function", "function": {"name": "time"}}):
         (answer,) = of_bytes.choices(CHAT, **asked, tool_choice=choice)
         (call,) = answer["message"]["tool_calls"]
@@ -439,8 +435,7 @@ def test_a_tool_that_has_to_be_called_is_called(of_bytes: Asking) -> None:
 
 def test_a_forced_format_names_the_extra_that_it_needs(of_bytes: Asking, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    messages: Any = [{"role": "user", "content": "hi"}]
-    sentence = of_bytes.refused(CHAT, messages=messages, response_format={"type": "json_object"})
+    sentence = of_bytes.refused(CHAT, messages=HI, response_format={"type": "json_object"})
     assert "llguidance" in sentence
     assert ".[json]" in sentence
 
@@ -484,7 +479,7 @@ def test_reasoning_and_calls_of_tools_are_found_in_the_text(
     template = next(value for kinds, value in _RESPONSE_TEMPLATE_FALLBACKS.items() if "qwen3" in kinds)
     monkeypatch.setattr("ctxext.serving.endpoints.get_response_template", lambda *_: template)
     monkeypatch.setattr("ctxext.serving.answers.Draw._weighed", forced)
-    asked: dict[str, Any] = {"messages": [{"role": "user", "content": "hi"}], "tools": TOOLS, "stream": stream}
+    asked: dict[str, Any] = {"messages": HI, "tools": TOOLS, "stream": stream}
     _, answer = of_bytes.raw(CHAT, asked)
     parts = [event["choices"][0] for event in answer[:-1]] if stream else answer["choices"]
     spoken = [part["delta" if stream else "message"] for part in parts]

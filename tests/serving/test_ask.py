@@ -12,19 +12,18 @@ import peft
 import pytest
 import torch
 from transformers import PreTrainedTokenizerFast
-from typer.testing import Result
 
 import ctxext
 from ctxext.errors import CheckpointError, IncompatibleError, InvalidParameterError
 from ctxext.serving.ask import UNSURE, ReadText, prompt_of
 from ctxext.serving.selected import LEFT_OUT, select
 from scripts.studies import lookups, unsure
+from tests._checkpoints import save_with_tokenizer
 from tests._models import byte_model, tiny, trained_for
-from tests._programs import ROOT
-from tests._tokenizer import make_tokenizer
+from tests._programs import ROOT, command
+from tests._tokenizer import BYTES, make_tokenizer
 from tests.serving._asking import CHECKPOINT_SAYS, in_eager_graphs, take_a_step_more, takes_graphs
 
-Cli = Callable[..., Result]
 QUESTIONS = ["Who came?", "And when, and with whom, did they go?"]
 TEXT = "The ship came in at dawn with Ada on board. " * 5
 TRAINED, NEW = 64, 6
@@ -56,19 +55,17 @@ METHODS: list[tuple[str, dict[str, Any]]] = [
 @pytest.mark.slow
 @pytest.mark.parametrize(("method", "parameters"), METHODS, ids=[method for method, _ in METHODS])
 def test_each_answer_is_that_of_the_whole_prompt(
-    method: str, parameters: dict[str, Any], tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
+    method: str, parameters: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("ctxext.serving.ask.CHUNK", 16)
     extended = model(method, **parameters)
-    answers = ctxext.ask(extended, tokenizer, TEXT, QUESTIONS, max_new_tokens=NEW)
-    assert answers == [whole(extended, tokenizer, TEXT, question) for question in QUESTIONS]
+    answers = ctxext.ask(extended, BYTES, TEXT, QUESTIONS, max_new_tokens=NEW)
+    assert answers == [whole(extended, BYTES, TEXT, question) for question in QUESTIONS]
 
 
-def test_the_text_is_read_once_and_in_chunks(
-    tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_text_is_read_once_and_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ctxext.serving.ask.CHUNK", 64)
-    text, chunks = ReadText(model("yarn"), tokenizer, TEXT, QUESTIONS, NEW), list[int]()
+    text, chunks = ReadText(model("yarn"), BYTES, TEXT, QUESTIONS, NEW), list[int]()
     text.read(chunks.append)
     assert chunks == [64, 64, 64, len(text.shared) - 192]
     widths: list[int] = []
@@ -80,19 +77,19 @@ def test_the_text_is_read_once_and_in_chunks(
     assert sum(widths) < 2 * (len(max(QUESTIONS, key=len)) + 40)
 
 
-def test_a_question_that_joins_the_text_is_read_with_it(tokenizer: PreTrainedTokenizerFast) -> None:
+def test_a_question_that_joins_the_text_is_read_with_it() -> None:
     """Where a tokenizer gives other tokens before the question, nothing of the cache is used."""
-    text = ReadText(model("yarn"), tokenizer, TEXT, (), NEW)
+    text = ReadText(model("yarn"), BYTES, TEXT, (), NEW)
     text.read()
     text.text = TEXT.lower()
-    assert text.ask(QUESTIONS[0]) == whole(text.model, tokenizer, TEXT.lower(), QUESTIONS[0])
+    assert text.ask(QUESTIONS[0]) == whole(text.model, BYTES, TEXT.lower(), QUESTIONS[0])
 
 
-def test_texts_beyond_the_window_are_refused_or_cut(tokenizer: PreTrainedTokenizerFast) -> None:
+def test_texts_beyond_the_window_are_refused_or_cut() -> None:
     extended = model("yarn")
     with pytest.raises(InvalidParameterError, match="the model's window has 512"):
-        ctxext.ask(extended, tokenizer, [TEXT, TEXT, TEXT], QUESTIONS, max_new_tokens=NEW)
-    text = ReadText(extended, tokenizer, 3 * TEXT, QUESTIONS, NEW)
+        ctxext.ask(extended, BYTES, [TEXT, TEXT, TEXT], QUESTIONS, max_new_tokens=NEW)
+    text = ReadText(extended, BYTES, 3 * TEXT, QUESTIONS, NEW)
     over = text.needed - 512
     assert text.cut() == over > 0
     assert text.text == (3 * TEXT)[over:]
@@ -101,13 +98,13 @@ def test_texts_beyond_the_window_are_refused_or_cut(tokenizer: PreTrainedTokeniz
     with pytest.raises(InvalidParameterError, match="the model's window has 512"):  # a question that nobody knew of
         text.ask(max(QUESTIONS, key=len) * 2)
     with pytest.raises(InvalidParameterError, match="no room for a text"):
-        ReadText(extended, tokenizer, "short", QUESTIONS, 500).cut()
+        ReadText(extended, BYTES, "short", QUESTIONS, 500).cut()
 
 
 @pytest.mark.parametrize("letter", ["\U0001f600", "漢", "é"])
-def test_no_cut_goes_through_a_letter(letter: str, tokenizer: PreTrainedTokenizerFast) -> None:
+def test_no_cut_goes_through_a_letter(letter: str) -> None:
     """Of bytes: all tokens of a letter begin at the same place."""
-    text = ReadText(model("yarn"), tokenizer, letter + "x" * 400, QUESTIONS[:1], NEW)
+    text = ReadText(model("yarn"), BYTES, letter + "x" * 400, QUESTIONS[:1], NEW)
     text.text += "x" * (513 - text.needed)
     assert text.needed - 512 == 1
     assert text.cut() >= 1
@@ -116,23 +113,21 @@ def test_no_cut_goes_through_a_letter(letter: str, tokenizer: PreTrainedTokenize
 
 
 @pytest.mark.parametrize(("text", "completes"), [("", True), ("H", True), ("", False)])
-def test_next_to_no_text(text: str, completes: bool, tokenizer: PreTrainedTokenizerFast) -> None:
-    read = ReadText(model(), tokenizer, text, (), NEW, completes)
-    prompt = torch.tensor([prompt_of(tokenizer, text, "Who", completes=completes)])
+def test_next_to_no_text(text: str, completes: bool) -> None:
+    read = ReadText(model(), BYTES, text, (), NEW, completes)
+    prompt = torch.tensor([prompt_of(BYTES, text, "Who", completes=completes)])
     tokens = read.model.generate(prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=NEW, do_sample=False)
-    written = tokenizer.decode(tokens[0, prompt.shape[1] :], skip_special_tokens=True)
+    written = BYTES.decode(tokens[0, prompt.shape[1] :], skip_special_tokens=True)
     assert read.ask("Who") == (written.partition("\n")[0] if completes else written).strip()
 
 
 @pytest.mark.parametrize("says", CHECKPOINT_SAYS, ids=lambda says: next(iter(says)))
-def test_what_the_checkpoint_says_of_generating_changes_no_answer(
-    says: dict[str, Any], tokenizer: PreTrainedTokenizerFast
-) -> None:
+def test_what_the_checkpoint_says_of_generating_changes_no_answer(says: dict[str, Any]) -> None:
     extended = model("yarn")
-    expected = [whole(extended, tokenizer, TEXT, question) for question in QUESTIONS]
+    expected = [whole(extended, BYTES, TEXT, question) for question in QUESTIONS]
     for name, value in says.items():
         setattr(extended.generation_config, name, value)
-    assert ctxext.ask(extended, tokenizer, TEXT, QUESTIONS, max_new_tokens=NEW) == expected
+    assert ctxext.ask(extended, BYTES, TEXT, QUESTIONS, max_new_tokens=NEW) == expected
 
 
 @pytest.mark.slow
@@ -141,16 +136,16 @@ def test_what_the_checkpoint_says_of_generating_changes_no_answer(
     [("zamba", False), ("mamba", False), ("minimax", False), ("rwkv", False), ("falcon_h1", True), ("lfm2", True)],
 )
 def test_a_recurrent_model_answers_as_from_the_whole_prompt_or_is_refused(
-    kind: str, shares: bool, tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
+    kind: str, shares: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("ctxext.serving.ask.CHUNK", 16)
     recurrent = tiny(kind, vocab_size=300, max_position_embeddings=512)
     if not shares:
         with pytest.raises(IncompatibleError, match="in a form of its own, so that its text cannot be read once"):
-            ctxext.ask(recurrent, tokenizer, TEXT, QUESTIONS, max_new_tokens=NEW)
+            ctxext.ask(recurrent, BYTES, TEXT, QUESTIONS, max_new_tokens=NEW)
         return
-    expected = [whole(recurrent, tokenizer, TEXT, question) for question in QUESTIONS]
-    assert ctxext.ask(recurrent, tokenizer, TEXT, QUESTIONS, max_new_tokens=NEW) == expected
+    expected = [whole(recurrent, BYTES, TEXT, question) for question in QUESTIONS]
+    assert ctxext.ask(recurrent, BYTES, TEXT, QUESTIONS, max_new_tokens=NEW) == expected
 
 
 def test_a_template_that_takes_no_question_is_an_error_with_a_way_out() -> None:
@@ -161,119 +156,105 @@ def test_a_template_that_takes_no_question_is_an_error_with_a_way_out() -> None:
             ctxext.ask(model(), words, TEXT[:20], QUESTIONS, max_new_tokens=NEW)
 
 
-def test_a_tokenizer_in_python_cannot_cut(tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_tokenizer_in_python_cannot_cut(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(PreTrainedTokenizerFast, "is_fast", False)
     with pytest.raises(InvalidParameterError, match=r"is written in Python .* Cut the text to 512 tokens yourself"):
-        ReadText(model("yarn"), tokenizer, 3 * TEXT, QUESTIONS, NEW).cut()
+        ReadText(model("yarn"), BYTES, 3 * TEXT, QUESTIONS, NEW).cut()
 
 
-def test_a_line_is_completed_to_its_end(tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_line_is_completed_to_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
     extended = model("yarn")
-    prompt = torch.tensor([tokenizer(f"{TEXT}\nThe ship")["input_ids"]])
+    prompt = torch.tensor([BYTES(f"{TEXT}\nThe ship")["input_ids"]])
     tokens = extended.generate(prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=200, do_sample=False)
-    written = tokenizer.decode(tokens[0, prompt.shape[1] :])
+    written = BYTES.decode(tokens[0, prompt.shape[1] :])
     end = next(letter for letter in written[20:] if letter.isascii() and letter.isalpha())
     monkeypatch.setattr("ctxext.serving.ask.LINE_END", end)  # a random model ends no lines
-    text = ReadText(extended, tokenizer, TEXT, (), 200, completes=True)
+    text = ReadText(extended, BYTES, TEXT, (), 200, completes=True)
     assert text.ask("The ship") == written[: written.index(end) + 1].strip()
 
 
 @pytest.mark.parametrize(("length", "factor"), [(10, None), (120, 3), (1000, 4), (70, 2)])
-def test_a_plain_model_is_extended_as_far_as_the_text_needs(
-    length: int, factor: int | None, tokenizer: PreTrainedTokenizerFast
-) -> None:
-    text = ReadText(model(), tokenizer, "a" * length, ["Who?"], 10)
+def test_a_plain_model_is_extended_as_far_as_the_text_needs(length: int, factor: int | None) -> None:
+    text = ReadText(model(), BYTES, "a" * length, ["Who?"], 10)
     text.extend()
     description = ctxext.describe(text.model)
     assert (description.method or {}).get("method") == (None if factor is None else "self_extend")
     assert text.window == TRAINED * (factor or 1)
 
 
-def test_at_the_command_line(cli: Cli, tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
-    place, folder = tmp_path / "model", tmp_path / "texts"
-    for part in (model(), tokenizer):
-        part.save_pretrained(place)
+def test_at_the_command_line(tmp_path: Path) -> None:
+    place, folder = save_with_tokenizer(model(), tmp_path / "model", BYTES), tmp_path / "texts"
     folder.mkdir()
     for name in ("a", "b"):
         (folder / f"{name}.txt").write_text(TEXT[:50])
     given = ["ask", place, "-t", folder, QUESTIONS[0], "-q", QUESTIONS[1], "--tokens", NEW, "--dtype", "fp32"]
-    found = cli(*given, "--json", code=0)
+    found = command(*given, "--json", code=0)
     read = f"# a\n\n{TEXT[:50]}\n\n# b\n\n{TEXT[:50]}"
     extended = model("self_extend", factor=3)
-    expected = [whole(extended, tokenizer, read, question) for question in QUESTIONS]
+    expected = [whole(extended, BYTES, read, question) for question in QUESTIONS]
     told = [json.loads(line) for line in found.stdout.splitlines()]
     assert [(line["question"], line["answer"]) for line in told] == list(zip(QUESTIONS, expected, strict=True))
     assert all(line["unsure"] is (line["probability"] < UNSURE) for line in told)
-    assert f"self_extend, reads {len(prompt_of(tokenizer, read, QUESTIONS[1]))} of 192 tokens" in found.stderr
+    assert f"self_extend, reads {len(prompt_of(BYTES, read, QUESTIONS[1]))} of 192 tokens" in found.stderr
     assert "finds what is written, and understands little" in found.stderr
 
 
 @pytest.mark.parametrize(
     "given", [["What is this? "], ["Explain src/app.py"], ["Why?"], ["-q", "x = \t "], ["Who", "-q", "What is it? "]]
 )
-def test_a_sentence_alone_is_the_question(
-    given: list[str], cli: Cli, tmp_path: Path, tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_sentence_alone_is_the_question(given: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is asked of the checkpoint that is asked without one, and without the space at its end."""
-    for part in (model(), tokenizer):
-        part.save_pretrained(tmp_path / "model")
+    save_with_tokenizer(model(), tmp_path / "model", BYTES)
     (tmp_path / "a.txt").write_text(TEXT[:50])
     monkeypatch.setattr("ctxext.measuring.checkpoint.default_checkpoint", lambda: tmp_path / "model")
     monkeypatch.setattr(ReadText, "ask", lambda text, question, streamer=None: asked.append(question) or "")
     asked: list[str] = []
     checkpoint = [tmp_path / "model"] if given[0] == "Who" else []
-    told = cli("ask", *checkpoint, *given, "-t", tmp_path / "a.txt", "--tokens", NEW, code=0)
+    told = command("ask", *checkpoint, *given, "-t", tmp_path / "a.txt", "--tokens", NEW, code=0)
     assert asked == [words.rstrip() for words in given if words != "-q"]
     assert told.stderr.count("(no answer)") == len(asked)
 
 
 @pytest.mark.parametrize("given", ["./my model", "a b.gguf", "smolm2", "/no such/place", "../no such"])
-def test_a_path_alone_is_no_question(given: str, cli: Cli, tmp_path: Path) -> None:
+def test_a_path_alone_is_no_question(given: str, tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text(TEXT)
-    told = cli("ask", given, "-t", tmp_path / "a.txt")
+    told = command("ask", given, "-t", tmp_path / "a.txt")
     assert (told.exit_code, given.split("/")[-1] in told.stderr) == (1, True), told.stderr
     for name in ("config.json", "model.safetensors"):
         (tmp_path / name).write_text("{}")
-    assert "A question is empty" in cli("ask", tmp_path, "  ", "-t", tmp_path / "a.txt").stderr
+    assert "A question is empty" in command("ask", tmp_path, "  ", "-t", tmp_path / "a.txt").stderr
 
 
-def test_a_text_without_words_is_refused(cli: Cli, tmp_path: Path) -> None:
+def test_a_text_without_words_is_refused(tmp_path: Path) -> None:
     for name in ("config.json", "model.safetensors"):
         (tmp_path / name).write_text("{}")
     (tmp_path / "empty.txt").write_text(" \n")
     (tmp_path / "folder").mkdir()
     for name in ("empty.txt", "folder"):
-        found = cli("ask", tmp_path, "-t", tmp_path / name, "Who?", code=1)
+        found = command("ask", tmp_path, "-t", tmp_path / name, "Who?", code=1)
         assert "no text" in found.stderr
 
 
-def test_a_window_of_attention_is_lifted_as_is_advised(
-    cli: Cli, tmp_path: Path, tokenizer: PreTrainedTokenizerFast
-) -> None:
-    windowed = tiny("mistral", vocab_size=257, sliding_window=32)
-    for part in (windowed, tokenizer):
-        part.save_pretrained(tmp_path / "model")
+def test_a_window_of_attention_is_lifted_as_is_advised(tmp_path: Path) -> None:
+    save_with_tokenizer(tiny("mistral", vocab_size=257, sliding_window=32), tmp_path / "model", BYTES)
     (tmp_path / "text.txt").write_text("a" * 100)
     given = ["ask", tmp_path / "model", "-t", tmp_path / "text.txt", "Who?", "--tokens", NEW, "--dtype", "fp32"]
-    assert "--sliding-window lift" in cli(*given).stderr
-    found = cli(*given, "--sliding-window", "lift", code=0)
+    assert "--sliding-window lift" in command(*given).stderr
+    found = command(*given, "--sliding-window", "lift", code=0)
     assert "self_extend, reads" in found.stderr
 
 
-def test_questions_are_typed_where_none_is_given(
-    cli: Cli, tmp_path: Path, tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for part in (model(), tokenizer):
-        part.save_pretrained(tmp_path / "model")
+def test_questions_are_typed_where_none_is_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save_with_tokenizer(model(), tmp_path / "model", BYTES)
     (tmp_path / "a.txt").write_text("x" * 400)
     typed = iter([QUESTIONS[0], "x" * 600, QUESTIONS[1], ""])
     monkeypatch.setattr("builtins.input", lambda prompt: next(typed))
-    told = cli("ask", tmp_path / "model", "-t", tmp_path / "a.txt", "--tokens", NEW, "-m", "yarn", "-f", 8, code=0)
+    told = command("ask", tmp_path / "model", "-t", tmp_path / "a.txt", "--tokens", NEW, "-m", "yarn", "-f", 8, code=0)
     assert "of the text are left out: they exceed the window" in told.stderr
     assert "Text, question and answer take" in told.stderr, "a question that is too long ends nothing"
     assert re.search(r"\(unsure, 0\.\d\d: this model may be too small, or the text may not say\)", told.stderr)
     assert len(told.stdout.splitlines()) >= 2
-    refused = cli("ask", tmp_path / "model", "-t", "-", code=1)
+    refused = command("ask", tmp_path / "model", "-t", "-", code=1)
     assert "-t - reads all that is typed as text. Give a question." in refused.stderr
 
 
@@ -281,14 +262,12 @@ KEPT: list[tuple[str | None, dict[str, Any]]] = [(None, {"factor": 1}), *METHODS
 
 
 @pytest.mark.parametrize(("method", "parameters"), KEPT, ids=[str(method) for method, _ in KEPT])
-def test_what_was_read_goes_on_from_a_file(
-    method: str | None, parameters: dict[str, Any], tokenizer: PreTrainedTokenizerFast, tmp_path: Path
-) -> None:
+def test_what_was_read_goes_on_from_a_file(method: str | None, parameters: dict[str, Any], tmp_path: Path) -> None:
     """By another model object, with the same text and with one that has grown."""
     extended = model(method, **parameters)
     text = TEXT[:120] if method else TEXT[:20]
     extended.config.max_position_embeddings = 512
-    first = ctxext.read(extended, tokenizer, text, max_new_tokens=NEW)
+    first = ctxext.read(extended, BYTES, text, max_new_tokens=NEW)
     expected = [first.ask(question) for question in QUESTIONS]
     first.save(tmp_path / "kept.safetensors")
     again = model(method, **parameters)
@@ -299,10 +278,10 @@ def test_what_was_read_goes_on_from_a_file(
     )
     for more in ("", "And they went on, all of them. "):
         read.clear()
-        second = ctxext.read(again, tokenizer, text + more, keep=tmp_path / "kept.safetensors", max_new_tokens=NEW)
+        second = ctxext.read(again, BYTES, text + more, keep=tmp_path / "kept.safetensors", max_new_tokens=NEW)
         assert sum(read) <= (len(more) + 20 if more else 0)  # a prompt goes on after the text
         answers = [second.ask(question) for question in QUESTIONS]
-        assert answers == (expected if not more else [whole(again, tokenizer, text + more, q) for q in QUESTIONS])
+        assert answers == (expected if not more else [whole(again, BYTES, text + more, q) for q in QUESTIONS])
         assert "".join(second.stream(QUESTIONS[0])).strip() == answers[0]
 
 
@@ -326,19 +305,17 @@ CHANGES: dict[str, Callable[[Any], object]] = {
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_a_model_that_has_changed_reads_its_text_again(
-    change: str, tokenizer: PreTrainedTokenizerFast, tmp_path: Path
-) -> None:
+def test_a_model_that_has_changed_reads_its_text_again(change: str, tmp_path: Path) -> None:
     """A text that was read by an adapter, and a question by another; in one process, and with a file."""
     adapted, kept = _with_adapters(), tmp_path / "kept.safetensors"
-    text = ctxext.read(adapted, tokenizer, TEXT[:120], keep=kept, max_new_tokens=NEW)
+    text = ctxext.read(adapted, BYTES, TEXT[:120], keep=kept, max_new_tokens=NEW)
     text.keep, before = None, text.ask(QUESTIONS[0])
     CHANGES[change](adapted)
-    expected = whole(adapted, tokenizer, TEXT[:120], QUESTIONS[0])
+    expected = whole(adapted, BYTES, TEXT[:120], QUESTIONS[0])
     assert (text.ask(QUESTIONS[0]), text.ask(QUESTIONS[0])) == (expected, expected)
     assert expected != before or change == "merged", "this change changes nothing"
     with pytest.raises(CheckpointError, match=r"kept\.safetensors was written with"):
-        ctxext.read(adapted, tokenizer, TEXT[:120], keep=kept, max_new_tokens=NEW)
+        ctxext.read(adapted, BYTES, TEXT[:120], keep=kept, max_new_tokens=NEW)
 
 
 @takes_graphs
@@ -346,7 +323,7 @@ def test_a_model_that_has_changed_reads_its_text_again(
 @pytest.mark.usefixtures("_without_checker")
 @pytest.mark.parametrize(("method", "parameters"), METHODS[:4], ids=[method for method, _ in METHODS[:4]])
 def test_steps_as_graphs_give_the_same_answers(
-    method: str, parameters: dict[str, Any], tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
+    method: str, parameters: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of a text, of a question longer than those that were known, and of a prompt that does not begin like the text."""
     monkeypatch.setattr("ctxext.serving.ask.as_graphs", in_eager_graphs)
@@ -355,15 +332,13 @@ def test_steps_as_graphs_give_the_same_answers(
     counted = torch._dynamo.utils.counters
     counted.clear()
     extended = model(method, **parameters)
-    text = ctxext.read(extended, tokenizer, TEXT[:120], compiles=True, max_new_tokens=NEW)
+    text = ctxext.read(extended, BYTES, TEXT[:120], compiles=True, max_new_tokens=NEW)
     asked = [*QUESTIONS, QUESTIONS[0], "x" * 300]
-    assert [text.ask(question) for question in asked[:3]] == [
-        whole(extended, tokenizer, TEXT[:120], q) for q in asked[:3]
-    ]
+    assert [text.ask(question) for question in asked[:3]] == [whole(extended, BYTES, TEXT[:120], q) for q in asked[:3]]
     assert (counted["stats"]["unique_graphs"], dict(counted["graph_break"])) == (1, {})
-    assert text.ask(asked[3]) == whole(extended, tokenizer, TEXT[:120], asked[3])
+    assert text.ask(asked[3]) == whole(extended, BYTES, TEXT[:120], asked[3])
     text.text = TEXT[:120].lower()
-    assert text.ask(asked[0]) == whole(extended, tokenizer, TEXT[:120].lower(), asked[0])
+    assert text.ask(asked[0]) == whole(extended, BYTES, TEXT[:120].lower(), asked[0])
     with pytest.raises(InvalidParameterError, match="graphs need a fixed one"):
         text.save("kept.safetensors")
 
@@ -377,22 +352,22 @@ def test_steps_as_graphs_give_the_same_answers(
         (lambda: tiny("mamba", vocab_size=257), "keep a state of all that they have read"),
     ],
 )
-def test_steps_that_are_no_graphs(made: Callable[[], Any], says: str, tokenizer: PreTrainedTokenizerFast) -> None:
+def test_steps_that_are_no_graphs(made: Callable[[], Any], says: str) -> None:
     with pytest.raises(IncompatibleError, match=f"cannot run as graphs: .*{says}"):
-        ctxext.read(made(), tokenizer, TEXT[:20], compiles=True, max_new_tokens=NEW)
+        ctxext.read(made(), BYTES, TEXT[:20], compiles=True, max_new_tokens=NEW)
 
 
-def test_a_step_more_than_there_are_tokens(tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch) -> None:
-    text = ctxext.read(model("self_extend"), tokenizer, TEXT[:120], max_new_tokens=NEW)
+def test_a_step_more_than_there_are_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    text = ctxext.read(model("self_extend"), BYTES, TEXT[:120], max_new_tokens=NEW)
     expected = [(text.ask(question), round(text.probability, 5)) for question in QUESTIONS]
     take_a_step_more(monkeypatch)
     assert [(text.ask(question), round(text.probability, 5)) for question in QUESTIONS] == expected
 
 
-def test_an_answer_has_the_mean_probability_of_its_tokens(tokenizer: PreTrainedTokenizerFast) -> None:
-    text = ctxext.read(model("yarn"), tokenizer, TEXT[:120], max_new_tokens=NEW)
+def test_an_answer_has_the_mean_probability_of_its_tokens() -> None:
+    text = ctxext.read(model("yarn"), BYTES, TEXT[:120], max_new_tokens=NEW)
     text.ask(QUESTIONS[0])
-    prompt = torch.tensor([prompt_of(tokenizer, TEXT[:120], QUESTIONS[0])])
+    prompt = torch.tensor([prompt_of(BYTES, TEXT[:120], QUESTIONS[0])])
     written = text.model.generate(prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=NEW, do_sample=False)
     chances = text.model(written).logits[0, prompt.shape[1] - 1 : -1].softmax(-1)
     expected = chances.gather(1, written[0, prompt.shape[1] :, None]).mean()
@@ -413,9 +388,9 @@ def test_the_limit_of_what_is_unsure_is_what_the_look_ups_chose() -> None:
     assert all(line in page for one in tables for line in one.splitlines() if line.startswith("| "))
 
 
-def test_a_file_of_another_model_is_refused_by_name(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
+def test_a_file_of_another_model_is_refused_by_name(tmp_path: Path) -> None:
     kept = tmp_path / "kept.safetensors"
-    ctxext.read(model("self_extend"), tokenizer, TEXT[:120], keep=kept, max_new_tokens=NEW)
+    ctxext.read(model("self_extend"), BYTES, TEXT[:120], keep=kept, max_new_tokens=NEW)
     changed = model("self_extend")
     changed.model.layers[0].mlp.up_proj.weight.data += 1
     others = {
@@ -425,20 +400,20 @@ def test_a_file_of_another_model_is_refused_by_name(tokenizer: PreTrainedTokeniz
     }
     for name, other in others.items():
         with pytest.raises(CheckpointError, match=rf"kept\.safetensors was written with {name} .*Name another file"):
-            ctxext.read(other, tokenizer, TEXT[:120], keep=kept, max_new_tokens=NEW)
+            ctxext.read(other, BYTES, TEXT[:120], keep=kept, max_new_tokens=NEW)
     content = kept.read_bytes()
     for damaged in (b"", content[:-8], content[:300], b"x" * 400, content.replace(b"HeldLayer", b"HeldLaxer")):
         kept.write_bytes(damaged)
         if damaged != content:
             with pytest.raises(CheckpointError, match="holds no text that was read"):
-                ctxext.read(model("self_extend"), tokenizer, TEXT[:120], keep=kept, max_new_tokens=NEW)
+                ctxext.read(model("self_extend"), BYTES, TEXT[:120], keep=kept, max_new_tokens=NEW)
     for place, words in {tmp_path: "is a directory", tmp_path / "no" / "a": "there is no directory"}.items():
         with pytest.raises(CheckpointError, match=words):
-            ctxext.read(model("self_extend"), tokenizer, TEXT[:120], keep=place, max_new_tokens=NEW)
+            ctxext.read(model("self_extend"), BYTES, TEXT[:120], keep=place, max_new_tokens=NEW)
     dynamic = model("dynamic_ntk")
     for keep in (None, tmp_path / "new.safetensors"):  # the second before anything is read
         with pytest.raises(IncompatibleError, match="positions of a text follow its length"):
-            ctxext.read(dynamic, tokenizer, TEXT[:120], keep=keep, max_new_tokens=NEW).save(kept)
+            ctxext.read(dynamic, BYTES, TEXT[:120], keep=keep, max_new_tokens=NEW).save(kept)
 
 
 def test_a_selection_is_the_beginning_and_what_the_question_speaks_of() -> None:
@@ -477,9 +452,9 @@ def test_a_selection_is_answered_as_a_text_of_its_own() -> None:
         (["--select", "512"], "--select chooses by the question. Leave --select out, or give a question"),
     ],
 )
-def test_a_selection_needs_a_question(cli: Cli, tmp_path: Path, options: list[str], message: str) -> None:
+def test_a_selection_needs_a_question(tmp_path: Path, options: list[str], message: str) -> None:
     (tmp_path / "text.txt").write_text(TEXT)
     question = ["Who?"] * ("--keep" in options)
-    refused = cli("ask", "demo", "-t", tmp_path / "text.txt", *question, *options)
+    refused = command("ask", "demo", "-t", tmp_path / "text.txt", *question, *options)
     assert refused.exit_code == 1
     assert message in " ".join(refused.output.split())

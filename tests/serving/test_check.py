@@ -293,19 +293,17 @@ GARBAGE = {
 }
 
 
+GARBAGE |= {
+    f"text {number}, {status}": http(text, status=status)
+    for number, text in enumerate(RAW)
+    for status in ("200 OK", "500 Internal Server Error", "404 Not Found")
+}
+
+
 @pytest.mark.parametrize("name", GARBAGE)
-def test_what_is_no_http_or_no_json_is_a_sentence(name: str, address: str) -> None:
+def test_what_is_no_http_or_no_json_of_openais_is_a_sentence(name: str, address: str) -> None:
     Answering.says = [GARBAGE[name]]
-    with pytest.raises(VerificationError, match=f"^{address}") as refused:
-        Client(address)
-    assert str(refused.value).isprintable()
-
-
-@pytest.mark.parametrize("text", RAW, ids=range(len(RAW)))
-@pytest.mark.parametrize("status", ["200 OK", "500 Internal Server Error", "404 Not Found"])
-def test_what_is_no_json_of_openais_is_a_sentence(status: str, text: bytes, address: str) -> None:
-    Answering.says = [http(text, status=status)]
-    with pytest.raises(VerificationError) as refused:
+    with pytest.raises(VerificationError, match=f"^({address}|The server's answer is malformed)") as refused:
         Client(address)
     assert str(refused.value).isprintable()
     assert len(str(refused.value)) < 400

@@ -92,9 +92,10 @@ def longest(requests: list[dict[str, Any]], at: int) -> int:
     return common
 
 
+@pytest.mark.parametrize("count", [24, pytest.param(100, marks=pytest.mark.nightly)])
 @pytest.mark.parametrize("method", METHODS)
-def test_answers_do_not_depend_on_what_was_kept(method: str) -> None:
-    requests = list(conversations(1, 24))
+def test_answers_do_not_depend_on_what_was_kept(method: str, count: int) -> None:
+    requests = list(conversations(1, count))
     with served(method, keep=0) as anew, served(method, keep=None) as kept:
         (expected, read), (found, cached) = answers(anew, requests), answers(kept, requests)
         facts = kept.client.get("/health").json()["kept"]
@@ -133,14 +134,6 @@ def test_a_step_more_than_there_are_tokens(monkeypatch: pytest.MonkeyPatch) -> N
         expected = answers(anew, requests)[0]
         take_a_step_more(monkeypatch)
         assert answers(kept, requests)[0] == expected
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("method", METHODS)
-def test_a_hundred_conversations(method: str) -> None:
-    requests = list(conversations(2, 100))
-    with served(method, keep=0) as anew, served(method, keep=None) as kept:
-        assert answers(kept, requests)[0] == answers(anew, requests)[0]
 
 
 @pytest.mark.parametrize("method", ["none", "self_extend"])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import socket
 import subprocess
 import sys
 import tempfile
@@ -21,9 +20,10 @@ from transformers import LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
 
 import ctxext
 from ctxext.serving.load import load_served
+from tests._checkpoints import save_with_tokenizer
 from tests._gguf import write_gguf
 from tests._models import byte_model, trained_for
-from tests._programs import ROOT, command
+from tests._programs import ROOT, command, free_port
 from tests._tokenizer import make_letters
 from tests.serving._running import answering
 
@@ -66,8 +66,7 @@ def mixtral() -> MixtralForCausalLM:
 def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A plain Llama, the same saved with YaRN, both as GGUF files would be, a Mixtral with YaRN, and a text."""
     place = tmp_path_factory.mktemp("files")
-    llama().save_pretrained(place / "plain")
-    LETTERS.save_pretrained(place / "plain")
+    save_with_tokenizer(llama(), place / "plain", LETTERS)
     for name, model in {"yarn": llama(), "mixtral": mixtral()}.items():
         ctxext.save(ctxext.patch(model, "yarn", factor=FACTOR), place / name, tokenizer=LETTERS)
     write_gguf(llama(), place / "plain.gguf")
@@ -80,9 +79,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @contextlib.contextmanager
 def serving(*words: object, python: str = sys.executable, **variables: str) -> Iterator[str]:
     """Start a server by ``python WORDS --port PORT``, yield its address once it lists models, and end it."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        url = f"http://127.0.0.1:{free.getsockname()[1]}"
+    url = f"http://127.0.0.1:{free_port()}"
     path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
     environment = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"} | variables
     arguments = [python, *map(str, words), "--port", url.rpartition(":")[2]]

@@ -310,44 +310,30 @@ def test_models_without_a_method_get_vllms_own_attention(attention: tuple[Regist
 
 
 @pytest.mark.parametrize(
-    ("given", "said"),
-    [
-        ({"alibi_slopes": [1.0]}, "ALiBi"),
-        ({"sliding_window": 32}, "a sliding window"),
-        ({"logits_soft_cap": 30.0}, "a soft cap"),
-        ({"sinks": torch.zeros(4)}, "sinks"),
-        ({"kv_cache_dtype": "fp8"}, "Leave --kv-cache-dtype out"),
-        ({"attn_type": "encoder_only"}, "of the kind 'encoder_only'"),
-        ({"kv_sharing_target_layer_name": "0"}, "the keys of another layer"),
-    ],
-)
-def test_layers_that_pieces_do_not_compute_are_refused(
-    given: dict[str, Any], said: str, attention: tuple[Registry, Any]
-) -> None:
-    registry, module = attention
-    remapped(registry, "self_extend")
-    with pytest.raises(IncompatibleError, match=said):
-        module.RemapImpl(HEADS, WIDTH, SCALE, KV_HEADS, **given)
-
-
-@pytest.mark.parametrize(
     ("part", "values", "said"),
     [
+        ("layer", {"alibi_slopes": [1.0]}, "ALiBi"),
+        ("layer", {"sliding_window": 32}, "a sliding window"),
+        ("layer", {"logits_soft_cap": 30.0}, "a soft cap"),
+        ("layer", {"sinks": torch.zeros(4)}, "sinks"),
+        ("layer", {"kv_cache_dtype": "fp8"}, "Leave --kv-cache-dtype out"),
+        ("layer", {"attn_type": "encoder_only"}, "of the kind 'encoder_only'"),
+        ("layer", {"kv_sharing_target_layer_name": "0"}, "the keys of another layer"),
         ("model_config", {"max_model_len": 100_000}, "--max-model-len 100000 is beyond its window"),
         ("parallel_config", {"decode_context_parallel_size": 2}, "several devices"),
         ("parallel_config", {"prefill_context_parallel_size": 2}, "several devices"),
-        ("", {"speculative_config": object()}, "speculative decoding"),
-        ("", {"kv_transfer_config": object()}, "transfer of caches"),
+        ("engine", {"speculative_config": object()}, "speculative decoding"),
+        ("engine", {"kv_transfer_config": object()}, "transfer of caches"),
     ],
 )
-def test_engines_that_were_not_tested_are_refused(
+def test_layers_that_pieces_do_not_compute_and_engines_that_were_not_tested_are_refused(
     part: str, values: dict[str, Any], said: str, attention: tuple[Registry, Any]
 ) -> None:
     registry, module = attention
-    remapped(registry, "dual_chunk")
-    vars(getattr(registry.engine, part) if part else registry.engine).update(values)
+    remapped(registry, "self_extend" if part == "layer" else "dual_chunk")
+    vars(getattr(registry.engine, part, registry.engine)).update({} if part == "layer" else values)
     with pytest.raises(IncompatibleError, match=said):
-        module.RemapImpl(HEADS, WIDTH, SCALE, KV_HEADS)
+        module.RemapImpl(HEADS, WIDTH, SCALE, KV_HEADS, **(values if part == "layer" else {}))
 
 
 def test_the_types_are_half_split_ones_that_were_measured() -> None:
