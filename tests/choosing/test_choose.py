@@ -11,7 +11,7 @@ from typing import Any
 import matplotlib.figure
 import pytest
 import torch
-from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import LlamaForCausalLM, PreTrainedModel
 
 import ctxext
 from ctxext.choosing import choose, halving, losses
@@ -28,16 +28,14 @@ from ctxext.methods.self_extend import SelfExtend
 from ctxext.methods.yarn import YaRN
 from ctxext.runtimes import RUNTIMES
 from ctxext.texts.stretches import corpus_from, split_texts
-from tests._choices import on_disk, told
+from tests._checkpoints import rain, save_with_tokenizer
 from tests._models import byte_model, tiny
 from tests._programs import command, launched, ran
+from tests._tokenizer import BYTES_AFTER_BOS
 
 TARGET = 1024
 FEW = [YaRN(factor=2), PI(factor=2), SelfExtend(factor=2), YaRN(factor=2, divisor=1.5, beta_fast=4, attention_factor=1)]
-TEXTS = [
-    "".join(f"{name} {i}: the rain falls and {i * i % 97} rivers run.\n" for i in range(60))
-    for name in ("One", "Two", "Three", "Four")
-]
+TEXTS = [rain(name) for name in ("One", "Two", "Three", "Four")]
 
 
 @pytest.fixture(autouse=True)
@@ -53,26 +51,42 @@ def model() -> LlamaForCausalLM:
 
 
 @pytest.fixture(scope="module")
-def choice(model: LlamaForCausalLM, bos_tokenizer: PreTrainedTokenizerFast) -> Choice:
+def choice(model: LlamaForCausalLM) -> Choice:
     """The choice among the four candidates; read it only."""
     with pytest.MonkeyPatch.context() as patching:
         patching.setattr(choose, "candidates", lambda *_: tuple(FEW))
         patching.setattr(halving, "ENOUGH", 1)
         before = loss_by_position(model, torch.arange(100)[None])
-        made = chosen(model, bos_tokenizer)
+        made = chosen(model)
         assert torch.equal(loss_by_position(model, torch.arange(100)[None]), before)
     return made
 
 
-def chosen(model: Any, tokenizer: PreTrainedTokenizerFast, **given: Any) -> Choice:
+def on_disk(model: PreTrainedModel, folder: Path) -> list[str | Path]:
+    """The command's first words about a checkpoint and texts, which are written as files."""
+    asked: list[str | Path] = ["choose", save_with_tokenizer(model, folder / "checkpoint")]
+    for number, text in enumerate(TEXTS):
+        path = folder / f"{number}.txt"
+        path.write_text(text, encoding="utf-8")
+        asked += ["-t", path]
+    return asked
+
+
+def told(choice: Choice) -> dict[str, Any]:
+    """Everything but what a clock says."""
+    found = choice.to_dict()
+    del found["provenance"]["date"], found["spent"]["seconds"]
+    found["sentences"] = [one for one in found["sentences"] if "of computing" not in one]
+    return found
+
+
+def chosen(model: Any, **given: Any) -> Choice:
     asked: dict[str, Any] = {"texts": TEXTS, "target_length": TARGET} | given
-    return ctxext.choose(model, tokenizer, **asked)
+    return ctxext.choose(model, BYTES_AFTER_BOS, **asked)
 
 
 @pytest.mark.nightly
-def test_a_choice_says_what_was_measured(
-    choice: Choice, model: LlamaForCausalLM, bos_tokenizer: PreTrainedTokenizerFast
-) -> None:
+def test_a_choice_says_what_was_measured(choice: Choice, model: LlamaForCausalLM) -> None:
     assert not ctxext.describe(model).method
     assert [one.method for one in choice.candidates] == FEW
     assert choice.usual == "yarn x2"
@@ -80,7 +94,7 @@ def test_a_choice_says_what_was_measured(
     assert (held.texts, len(choice.texts)) == (5, 2)
     assert not {name.partition(",")[0] for name in choice.texts} & set(held.names)
     # The verdict by hand, on the texts that the seed keeps for it.
-    split = split_texts(corpus_from(TEXTS, bos_tokenizer).documents, tokens=TARGET + 1, seed=0)
+    split = split_texts(corpus_from(TEXTS, BYTES_AFTER_BOS).documents, tokens=TARGET + 1, seed=0)
     read: dict[str, list[torch.Tensor]] = {}
     for name in (choice.finish.choice, choice.finish.runner_up):
         ctxext.patch(model, choice.candidate(name).method)
@@ -108,17 +122,17 @@ def test_a_choice_says_what_was_measured(
     ctxext.patch(model, choice.method)
     assert ctxext.describe(model).target_length == TARGET
     with pytest.raises(PatchStateError, match="extended already"):
-        chosen(model, bos_tokenizer)
+        chosen(model)
     ctxext.unpatch(model)
 
 
 @pytest.mark.nightly
 def test_killed_anywhere_the_same_call_goes_on_to_the_same_choice(
-    model: LlamaForCausalLM, bos_tokenizer: PreTrainedTokenizerFast, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    model: LlamaForCausalLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(choose, "candidates", lambda *_: (FEW[0], FEW[3]))
     given: dict[str, Any] = {"keys": False, "budget": "40 passes"}
-    whole = chosen(model, bos_tokenizer, folder=tmp_path / "whole", **given)
+    whole = chosen(model, folder=tmp_path / "whole", **given)
     cells = (tmp_path / "whole" / "cells.jsonl").read_text().splitlines()
     real, kept = Journal.append, 0
     for last in (3, 5):
@@ -133,20 +147,20 @@ def test_killed_anywhere_the_same_call_goes_on_to_the_same_choice(
 
         monkeypatch.setattr(Journal, "append", dying)
         with pytest.raises(KeyboardInterrupt):
-            chosen(model, bos_tokenizer, folder=tmp_path / "killed", **given)
+            chosen(model, folder=tmp_path / "killed", **given)
         assert not ctxext.describe(model).method
     monkeypatch.setattr(Journal, "append", real)
-    again = chosen(model, bos_tokenizer, folder=tmp_path / "killed", **given)
+    again = chosen(model, folder=tmp_path / "killed", **given)
     assert told(again) == told(whole), "the same seed makes the same choice"
     assert again.spent.passes == pytest.approx(whole.spent.passes)
     assert len((tmp_path / "killed" / "cells.jsonl").read_text().splitlines()) == len(cells)
     with pytest.raises(ResultsError, match="another corpus"):
-        chosen(model, bos_tokenizer, folder=tmp_path / "whole", **given | {"texts": TEXTS[:3]})
+        chosen(model, folder=tmp_path / "whole", **given | {"texts": TEXTS[:3]})
 
 
 @pytest.mark.nightly  # a whole command with a hundred candidates, twice
-def test_two_processes_choose_what_one_does(bos_tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
-    asked = on_disk(byte_model(), bos_tokenizer, TEXTS[:4], tmp_path)
+def test_two_processes_choose_what_one_does(tmp_path: Path) -> None:
+    asked = on_disk(byte_model(), tmp_path)
     asked = [*asked, "--target", TARGET, "--dtype", "fp32", "--stock", "--budget", "60 passes"]
     words = [str(word) for word in asked]
     said = launched([*words, "-o", str(tmp_path / "two.json")], tmp_path)
@@ -163,25 +177,23 @@ def test_two_processes_choose_what_one_does(bos_tokenizer: PreTrainedTokenizerFa
 
 @pytest.mark.nightly
 def test_a_budget_in_time_is_turned_into_passes(
-    model: LlamaForCausalLM, bos_tokenizer: PreTrainedTokenizerFast, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    model: LlamaForCausalLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(choose, "candidates", lambda *_: (FEW[0], FEW[3]))
-    found = chosen(model, bos_tokenizer, keys=False, budget="2h")
+    found = chosen(model, keys=False, budget="2h")
     assert found.spent.allowed is not None
     assert found.spent.allowed > 100
     assert any("of computing, of the budget of 2h" in one for one in found.to_dict()["sentences"])
     with pytest.raises(InvalidParameterError, match=r"at least, some \d+ (s|min) here\. Allow more"):
-        chosen(model, bos_tokenizer, keys=False, budget="0.00001s", folder=tmp_path / "hopeless")
+        chosen(model, keys=False, budget="0.00001s", folder=tmp_path / "hopeless")
     lines = (tmp_path / "hopeless" / "cells.jsonl").read_text(encoding="utf-8").splitlines()
     assert len(lines) == 2, "a budget that a short reading of each exceeds is refused after these"
 
 
 @pytest.mark.nightly
-def test_only_what_stock_transformers_loads(
-    model: LlamaForCausalLM, bos_tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_only_what_stock_transformers_loads(model: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(choose, "candidates", lambda *_: (*FEW, NTK(factor=2, clip=1000)))
-    found = chosen(model, bos_tokenizer, keys=False, stock=True, budget="12 passes")
+    found = chosen(model, keys=False, stock=True, budget="12 passes")
     [refusal] = found.refusals
     assert "clip must be at most" in refusal.reason, "what does not fit the model is refused with its reason"
     assert [one.method for one in found.candidates] == [one for one in FEW if not isinstance(one, SelfExtend)]
@@ -203,12 +215,7 @@ def test_only_what_stock_transformers_loads(
     ],
 )
 def test_what_cannot_be_right_is_said_before_the_first_pass(
-    model: LlamaForCausalLM,
-    bos_tokenizer: PreTrainedTokenizerFast,
-    monkeypatch: pytest.MonkeyPatch,
-    given: dict[str, Any],
-    error: type[Exception],
-    says: str,
+    model: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch, given: dict[str, Any], error: type[Exception], says: str
 ) -> None:
     def read(*_: Any, **__: Any) -> None:
         raise AssertionError("a text was read")
@@ -216,12 +223,12 @@ def test_what_cannot_be_right_is_said_before_the_first_pass(
     monkeypatch.setattr(loss, "loss_by_position", read)
     monkeypatch.setattr(losses, "loss_while", read)
     with pytest.raises(error, match=says):
-        chosen(model, bos_tokenizer, **given)
+        chosen(model, **given)
 
 
-def test_other_positions_than_rotary_ones_are_refused(bos_tokenizer: PreTrainedTokenizerFast) -> None:
+def test_other_positions_than_rotary_ones_are_refused() -> None:
     with pytest.raises(IncompatibleError, match="a bloom without rotary positions"):
-        chosen(tiny("bloom"), bos_tokenizer)
+        chosen(tiny("bloom"))
 
 
 def test_auto_is_no_method_and_the_error_says_how_to_measure(model: LlamaForCausalLM) -> None:
@@ -252,10 +259,10 @@ def test_the_legend_of_the_figure_leaves_its_caption_readable(
 
 @pytest.mark.slow
 def test_the_command_writes_everything_and_saves_what_stock_transformers_loads(
-    model: LlamaForCausalLM, bos_tokenizer: PreTrainedTokenizerFast, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    model: LlamaForCausalLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(choose, "candidates", lambda *_: (YaRN(factor=2), FEW[3]))
-    about = on_disk(model, bos_tokenizer, TEXTS[:4], tmp_path)
+    about = on_disk(model, tmp_path)
     outputs = [tmp_path / f"choice.{ending}" for ending in ("json", "md", "png")]
     asked = [*about, "--target", TARGET, "--dtype", "fp32", "--no-passkey", "--budget", "30 passes"]
     asked += [word for path in outputs for word in ("-o", path)]

@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import PreTrainedTokenizerFast
 
 from ctxext.core.rotary import find_sites
 from ctxext.core.subject import Subject
 from scripts.studies import compare_searches
 from scripts.studies.compare_searches import Genetic, Problem
+from tests._checkpoints import rainy, save_with_tokenizer
 from tests._models import byte_model, tiny, tokens
 from tests.walk.tiny import TRAINED_LENGTH
 
@@ -83,18 +83,12 @@ def test_the_genetic_search_has_divisors_that_never_fall_and_all_three_seeds(mon
 @pytest.mark.nightly
 @pytest.mark.usefixtures("few")
 def test_the_script_prints_a_table_and_goes_on_where_it_ended(
-    tmp_path: Path, bos_tokenizer: PreTrainedTokenizerFast, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    byte_model().save_pretrained(tmp_path / "checkpoint")
-    bos_tokenizer.save_pretrained(tmp_path / "checkpoint")
-    for part in ("search", "judge"):
-        for number in range(5):
-            text = "".join(f"{part} {number} {i}: the rain falls and {i * i % 97} rivers run.\n" for i in range(25))
-            (tmp_path / f"{part}{number}.txt").write_text(text, encoding="utf-8")
     given: dict[str, Any] = {
-        "checkpoint": tmp_path / "checkpoint",
-        "text": [tmp_path / f"search{number}.txt" for number in range(5)],
-        "held_out": [tmp_path / f"judge{number}.txt" for number in range(5)],
+        "checkpoint": save_with_tokenizer(byte_model(), tmp_path / "checkpoint"),
+        "text": rainy(tmp_path, [f"search {number}" for number in range(5)], lines=25),
+        "held_out": rainy(tmp_path, [f"judge {number}" for number in range(5)], lines=25),
         "output": tmp_path / "found",
         "target": 640,
         "passes": 12.0,

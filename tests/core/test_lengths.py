@@ -18,19 +18,11 @@ from ctxext.core.subject import Subject
 from ctxext.errors import InvalidParameterError, PatchStateError
 from ctxext.planning.plan import reach_of
 from ctxext.runtimes.base import ExtensionInConfig
-from tests._checkpoints import try_only
+from tests._checkpoints import SHAPE, try_only
 from tests._products import some
 
 # ruff: noqa: E501
-SMALL: dict[str, Any] = {
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "vocab_size": 64,
-    "rope_theta": 500000.0,
-}
+SMALL = SHAPE | {"num_attention_heads": 2, "num_key_value_heads": 1, "vocab_size": 64, "rope_theta": 500000.0}
 ORIGINAL = "original_max_position_embeddings"
 LLAMA3 = {"rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 TABLES = {"short_factor": [1.0] * 16, "long_factor": [4.0] * 16}

@@ -55,21 +55,15 @@ def test_every_method_of_a_shape_was_tried(name: str, shape: str) -> None:
     assert {proof["method"] for proof in PROOFS[name] if proof["shape"] == shape} == set(methods_for(shape))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", PROGRAMS)
-def test_export_says_today_what_was_measured(name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "shape"),
+    [
+        pytest.param(*case, marks=pytest.mark.slow if case in EVERY_RUN.items() else pytest.mark.nightly)
+        for case in CASES
+    ],
+)
+def test_export_says_today_what_was_measured(name: str, shape: str) -> None:
     """Of the extended checkpoint; a verdict that changes needs the measurement anew (make llama-cpp, mlx-lm, vllm)."""
-    said_of(name, EVERY_RUN[name])
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize(("name", "shape"), [case for case in CASES if case[1] != EVERY_RUN[case[0]]])
-def test_export_says_today_what_was_measured_of_other_shapes(name: str, shape: str) -> None:
-    said_of(name, shape)
-
-
-def said_of(name: str, shape: str) -> None:
-    """Compare what ``export`` says of each method on a shape with the proofs."""
     methods, config = all_methods(tiny_of(shape)), tiny_of(shape).config
     told = [one for one in PROOFS[name] if one["shape"] == shape and one.get("way", "extended") == "extended"]
     assert told

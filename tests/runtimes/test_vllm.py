@@ -88,15 +88,20 @@ def test_numbers_and_classes_are_of_one_version() -> None:
 # --- its engine ------------------------------------------------------------------------------------------------------
 
 
+def measured_anew(place: Path, *program: str) -> Any:
+    """What a program finds with a real vLLM."""
+    if PYTHON is None:
+        pytest.skip("CTXEXT_VLLM does not name a Python that has vLLM: run make vllm")
+    command = [PYTHON, "-m", *program, "--out", str(place / "found.json")]
+    ran = subprocess.run(command, cwd=Path(__file__).parents[2], capture_output=True, text=True, check=False)
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    return json.loads((place / "found.json").read_text())
+
+
 @pytest.mark.nightly
 @pytest.mark.parametrize("shape", vllm_proof.SHAPES)
 def test_a_real_vllm_computes_what_export_calls_exact(shape: str, tmp_path: Path) -> None:
-    if PYTHON is None:
-        pytest.skip("CTXEXT_VLLM does not name a Python that has vLLM: run make vllm")
-    command = [PYTHON, "-m", "scripts.vllm_proof", "--shapes", shape, "--out", str(tmp_path / "found.json")]
-    ran = subprocess.run(command, cwd=Path(__file__).parents[2], capture_output=True, text=True, check=False)
-    assert ran.returncode == 0, ran.stdout + ran.stderr
-    found = json.loads((tmp_path / "found.json").read_text())["proofs"]
+    found = measured_anew(tmp_path, "scripts.vllm_proof", "--shapes", shape)["proofs"]
     assert {proof["method"] for proof in found} == {proof["method"] for proof in PROOFS if proof["shape"] == shape}
 
 
@@ -127,12 +132,7 @@ def test_the_plugin_was_measured_to_compute_what_the_patched_model_does() -> Non
 
 @pytest.mark.nightly
 def test_a_real_vllm_serves_remapped_checkpoints(tmp_path: Path) -> None:
-    if PYTHON is None:
-        pytest.skip("CTXEXT_VLLM does not name a Python that has vLLM: run make vllm")
-    command = [PYTHON, "-m", "scripts.vllm_plugin_proof", "--out", str(tmp_path / "found.json")]
-    ran = subprocess.run(command, cwd=Path(__file__).parents[2], capture_output=True, text=True, check=False)
-    assert ran.returncode == 0, ran.stdout + ran.stderr
-    right_under_the_plugin(json.loads((tmp_path / "found.json").read_text()))
+    right_under_the_plugin(measured_anew(tmp_path, "scripts.vllm_plugin_proof"))
 
 
 @pytest.mark.parametrize(

@@ -214,9 +214,8 @@ def test_what_a_row_says_about_its_loss_is_refused_by_name(tmp_path: Path) -> No
 def test_a_mark_that_cannot_be_told_apart_from_others_is_refused() -> None:
     messages: list[dict[str, Any]] = [*chat()]
     messages[1]["weight"] = 0
-    forgets = MARKED.replace("[a]{%", "[a]{% if loop.last %}hm, {% endif %}{%")
     with pytest.raises(InvalidParameterError, match="differently where others follow"):
-        learned(messages, forgets)
+        learned(messages, MARKED.replace("[a]{%", "[a]{% if loop.last %}hm, {% endif %}{%"))
 
 
 def test_conversations_without_a_message_to_learn_are_left_out_and_counted() -> None:
@@ -288,17 +287,17 @@ def test_messages_and_calls_that_are_json_texts() -> None:
     assert learned(old, template) == "{};"
 
 
-@pytest.mark.parametrize("arguments", ["{not json", "[1]", 3])
-def test_arguments_that_are_no_object_are_refused(arguments: Any) -> None:
-    with pytest.raises(InvalidParameterError, match=r"Message 2 of the conversation 'one' calls 'f' with arguments="):
-        learned(called("f", arguments), CALLS)
-
-
-@pytest.mark.parametrize("call", [3, "f()", {"function": "f"}])
-def test_calls_that_are_no_objects_are_refused(call: Any) -> None:
+@pytest.mark.parametrize(
+    ("call", "said"),
+    [
+        *(({"name": "f", "arguments": given}, "calls 'f' with arguments=") for given in ("{not json", "[1]", 3)),
+        *((call, "has a call of a tool that is no JSON object") for call in (3, "f()", {"function": "f"})),
+    ],
+)
+def test_calls_and_arguments_that_are_no_objects_are_refused(call: Any, said: str) -> None:
     messages = called("f", {})
     messages[1]["tool_calls"] = [call]
-    with pytest.raises(InvalidParameterError, match=r"Message 2 .* has a call of a tool that is no JSON object"):
+    with pytest.raises(InvalidParameterError, match=f"Message 2 of the conversation 'one' {said}"):
         learned(messages, CALLS)
 
 

@@ -12,7 +12,7 @@ from pypdf import PdfReader, PdfWriter
 
 from ctxext.errors import InvalidParameterError, LeftOutWarning, install_line
 from ctxext.texts import folders
-from ctxext.texts.documents import Document, read_documents, require_sources
+from ctxext.texts.documents import Document, read_documents
 
 
 def pdf(*pages: str) -> bytes:
@@ -93,8 +93,3 @@ def test_without_the_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         list(read_documents([tmp_path / "paper.pdf"]))
     with pytest.warns(LeftOutWarning, match=re.escape(f"1 PDF, which takes {install_line('pdf')} (paper.pdf)")):
         assert [document.name for document in read_documents([tmp_path])] == ["notes"]
-
-
-def test_a_missing_file_is_no_data_set() -> None:
-    with pytest.raises(InvalidParameterError, match="No such file"):
-        require_sources(["papers/paper.pdf"])

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-import socket
 import time
 from pathlib import Path
 from typing import Any
@@ -20,10 +19,10 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 import ctxext
 from tests._models import logits, tiny, tokens
+from tests._programs import ROOT, free_port
 from tests.training import engine_program
 from tests.training._recipe import CONFIG, SMALL, losses, words_of
 
-ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.nightly
 STEPS = 3
 HANGING = 1800.0  # seconds; a minute is usual, but machines can be busy
@@ -92,9 +91,7 @@ def runs(corpus: Path, tokenizer: PreTrainedTokenizerFast, tmp_path_factory: pyt
 
 def start(cases: list[dict[str, Any]], processes: int, root: Path, *, machines: int = 1) -> None:
     """Run cases one after the other, each in all processes; where one fails, the others wait for it and are ended."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     common = {"WORLD_SIZE": str(processes)}
     forks = multiprocessing.get_context("forkserver")  # all are forks of one that has imported the program
     forks.set_forkserver_preload([engine_program.__name__, "datasets", "peft", "matplotlib.pyplot"])
