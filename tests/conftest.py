@@ -7,7 +7,7 @@ import itertools
 import json
 import resource
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from zlib import crc32
 
@@ -15,7 +15,6 @@ import jaxtyping
 import pytest
 import torch
 from transformers import PreTrainedTokenizerFast
-from typer.testing import Result
 
 from ctxext.checkpoints import load
 from ctxext.core import patching
@@ -24,7 +23,7 @@ from ctxext.methods import base, known_methods
 from ctxext.spec import RopeSpec
 from tests._checkpoints import SHAPE, save
 from tests._models import tiny
-from tests._programs import ROOT, command, ran
+from tests._programs import ROOT, ran
 from tests._tokenizer import BYTES, BYTES_AFTER_BOS
 from tests.walk.check import Stock
 
@@ -184,12 +183,6 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 @pytest.fixture(scope="session")
 def llama(checkpoints: dict[str, Path]) -> Path:
     return checkpoints["llama"]
-
-
-@pytest.fixture
-def cli() -> Callable[..., Result]:
-    """Run a command; a traceback is a failure of the test, whatever the exit code."""
-    return command
 
 
 @pytest.fixture(scope="session")

@@ -42,7 +42,7 @@ from tests._models import logits, tiny, tokens
 from tests._peft import ALL, base_of, lora, refusal, shake, through_transformers
 from tests.walk.check import State
 
-EXTENSION = {"method": "yarn", "factor": 4}
+EXTENSION, WEIGHTS = {"method": "yarn", "factor": 4}, "adapter_model.safetensors"
 
 
 def extended(model: Any, **more: Any) -> Any:
@@ -131,20 +131,38 @@ def test_the_plain_way_fails_with_a_sentence(adapter: tuple[Path, Tensor], plain
             load()
 
 
-def test_an_adapter_without_its_extension(adapter: tuple[Path, Tensor], plain: Path, tmp_path: Path) -> None:
-    (adapter[0] / EXTENSION_FILE).unlink()
-    with pytest.raises(CheckpointError, match=rf"without its {EXTENSION_FILE}: saving was interrupted, or that"):
+# What is done to the directory of an adapter, and what is said of it.
+DAMAGED: dict[str, tuple[Callable[[Path, Path], object], str]] = {
+    "no extension": (
+        lambda directory, _: (directory / EXTENSION_FILE).unlink(),
+        rf"without its {EXTENSION_FILE}: saving was interrupted, or that",
+    ),
+    "another saved over it": (
+        lambda directory, plain: trained(base_of(plain)).save_pretrained(directory),
+        f"is not the one that {EXTENSION_FILE} was written for",
+    ),
+    "never extended": (
+        lambda directory, plain: trained(base_of(plain)).save_pretrained(emptied(directory)),
+        rf"is an adapter without {EXTENSION_FILE}: .* PeftModel\.",
+    ),
+    "pickled": (
+        lambda directory, _: (directory / WEIGHTS).rename(directory / "adapter_model.bin"),
+        r"has no adapter_model\.safetensors; ctxext reads adapters",
+    ),
+}
+
+
+def emptied(directory: Path) -> Path:
+    shutil.rmtree(directory)
+    return directory
+
+
+@pytest.mark.parametrize("what", DAMAGED)
+def test_a_damaged_adapter_is_refused_by_name(what: str, adapter: tuple[Path, Tensor], plain: Path) -> None:
+    damage, words = DAMAGED[what]
+    damage(adapter[0], plain)
+    with pytest.raises(CheckpointError, match=words):
         ctxext.load(adapter[0])
-    trained(base_of(plain)).save_pretrained(tmp_path / "plain")
-    with pytest.raises(CheckpointError, match=rf"is an adapter without {EXTENSION_FILE}: .* PeftModel\."):
-        ctxext.load(tmp_path / "plain")
-
-
-def test_another_adapter_saved_over_it(adapter: tuple[Path, Tensor], plain: Path) -> None:
-    directory, _ = adapter
-    trained(base_of(plain)).save_pretrained(directory)
-    with pytest.raises(CheckpointError, match=f"is not the one that {EXTENSION_FILE} was written for"):
-        ctxext.load(directory)
 
 
 @pytest.mark.slow
@@ -178,12 +196,6 @@ def test_trained_on_an_extended_base_by_code_without_ctxext(plain: Path, tmp_pat
         assert ctxext.describe(loaded).method["method"] == "yarn"
     with pytest.raises(CheckpointError, match="trained on another extension than this LlamaForCausalLM has: factor"):
         ctxext.load(tmp_path / "adapter", base=ctxext.patch(base_of(plain), "yarn", factor=2))
-
-
-@pytest.mark.parametrize("name", ["", "a.b", ".", 5, None, b"x"])
-def test_names_that_no_adapter_can_have(name: Any, adapter: tuple[Path, Tensor]) -> None:
-    with pytest.raises(InvalidParameterError, match=f"adapter_name must be .* found {re.escape(repr(name))}"):
-        ctxext.load(adapter[0], adapter_name=name)
 
 
 @pytest.mark.nightly
@@ -235,18 +247,22 @@ def test_another_base_model(adapter: tuple[Path, Tensor], tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize(
-    ("arguments", "error"),
+    ("arguments", "error", "words"),
     [
-        ({"method": "yarn", "factor": 4}, CheckpointError),
-        ({"factor": 4}, InvalidParameterError),
-        ({"attention": "sdpa"}, InvalidParameterError),
+        ({"method": "yarn", "factor": 4}, CheckpointError, ""),
+        ({"factor": 4}, InvalidParameterError, ""),
+        ({"attention": "sdpa"}, InvalidParameterError, ""),
+        *(
+            ({"adapter_name": name}, InvalidParameterError, f"adapter_name must be .* found {re.escape(repr(name))}")
+            for name in ("", "a.b", ".", 5, None, b"x")
+        ),
     ],
     ids=str,
 )
-def test_an_adapter_chooses_its_extension_itself(
-    arguments: dict[str, Any], error: type[Exception], adapter: tuple[Path, Tensor]
+def test_an_adapter_chooses_its_extension_itself_and_takes_a_plain_name(
+    arguments: dict[str, Any], error: type[Exception], words: str, adapter: tuple[Path, Tensor]
 ) -> None:
-    with pytest.raises(error):
+    with pytest.raises(error, match=words):
         ctxext.load(adapter[0], **arguments)
 
 
@@ -337,7 +353,7 @@ def test_a_second_adapter_to_be_trained(adapter: tuple[Path, Tensor]) -> None:
 def test_a_second_adapter_that_cannot_be_read_leaves_nothing(adapter: tuple[Path, Tensor], tmp_path: Path) -> None:
     model = ctxext.load(adapter[0])
     shutil.copytree(adapter[0], tmp_path / "torn")
-    weights = tmp_path / "torn" / "adapter_model.safetensors"
+    weights = tmp_path / "torn" / WEIGHTS
     weights.write_bytes(weights.read_bytes()[:100])
     with pytest.raises(CheckpointError, match=r"adapter_model\.safetensors cannot be read"):
         ctxext.load(tmp_path / "torn", base=model, adapter_name="second")
@@ -398,13 +414,6 @@ def test_adapters_of_transformers_itself(plain: Path, tmp_path: Path) -> None:
     with pytest.raises(KeyError, match=re.escape(SENTENCE)):
         base_of(plain).load_adapter(tmp_path)
     assert torch.equal(logits(ctxext.load(tmp_path), tokens()), logits(model.eval(), tokens()))
-
-
-def test_pickled_adapters_are_refused(adapter: tuple[Path, Tensor]) -> None:
-    directory, _ = adapter
-    (directory / "adapter_model.safetensors").rename(directory / "adapter_model.bin")
-    with pytest.raises(CheckpointError, match=r"has no adapter_model\.safetensors; ctxext reads adapters"):
-        ctxext.load(directory)
 
 
 def test_an_unextended_adapter_is_not_ours_to_save(plain: Path, tmp_path: Path) -> None:

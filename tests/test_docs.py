@@ -31,9 +31,9 @@ from ctxext.methods import METHODS, known_methods
 from ctxext.rope_types import ROPE_TYPE
 from ctxext.training import ExtensionCallback
 from ctxext.training.settings import Settings, read_settings
+from tests._checkpoints import save_with_tokenizer
 from tests._examples import EXAMPLE, SHOWN, error_of, printed_by, reason_not_to_run
 from tests._models import byte_model, tiny
-from tests._tokenizer import make_tokenizer
 
 ROOT = Path(__file__).parents[1]
 sys.path[:] = [str(ROOT), *sys.path, str(ROOT / "scripts")]  # they are not part of the installed package
@@ -391,8 +391,7 @@ def test_blocks_of_the_front_pages_print_the_same_of_a_small_checkpoint(
     monkeypatch.chdir(tmp_path)
     model = byte_model()
     model.config.max_position_embeddings = 8192
-    model.save_pretrained("smollm2-135m")
-    make_tokenizer(bos=True).save_pretrained("smollm2-135m")
+    save_with_tokenizer(model, "smollm2-135m")
     known: dict[str, object] = {}
     own = re.compile(r"ctxext (patch demo|inspect)|ctxext\.(ask|read)")
     run = [block[1:4] for block in BLOCKS if not (block[4] or reason_not_to_run(block[2]) or own.search(block[2]))]

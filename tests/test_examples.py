@@ -11,6 +11,7 @@ import pytest
 from nbclient import NotebookClient
 from transformers import BertModel, PreTrainedModel
 
+from tests._checkpoints import save_with_tokenizer
 from tests._models import bert, byte_model
 from tests._programs import ROOT, ran
 from tests._tokenizer import make_letters, make_tokenizer
@@ -64,9 +65,7 @@ def place(script: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path
         model = bert(BertModel, max_position_embeddings=64)
         tokenizer.add_special_tokens({"pad_token": "<pad>"})
         tokenizer.model_max_length = 64
-    model.save_pretrained(tmp_path / "model")
-    tokenizer.save_pretrained(tmp_path / "model")
-    monkeypatch.setenv("MODEL", str(tmp_path / "model"))
+    monkeypatch.setenv("MODEL", str(save_with_tokenizer(model, tmp_path / "model", tokenizer)))
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     return tmp_path
 

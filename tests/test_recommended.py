@@ -6,17 +6,14 @@ import csv
 import itertools
 import re
 from collections.abc import Callable
-from pathlib import Path
 from statistics import fmean
 
 import pytest
-from typer.testing import Result
 
 import ctxext
 from ctxext.methods import known_methods
 from ctxext.recommended import RECOMMENDED, to_take
-
-ROOT = Path(__file__).parents[1]
+from tests._programs import ROOT, command
 
 
 def test_every_recommended_method_exists_and_needs_no_training_to_run() -> None:
@@ -173,8 +170,8 @@ def test_every_place_gives_the_same_answer() -> None:
     assert recipes == [first["fine-tune for some ten steps"]], "README names the recipe of another method"
 
 
-def test_methods_and_help_give_the_same_answer(cli: Callable[..., Result]) -> None:
-    printed = cli("methods").stdout
+def test_methods_and_help_give_the_same_answer() -> None:
+    printed = command("methods").stdout
     assert [printed.index(str(row)) for row in RECOMMENDED] == sorted(printed.index(str(row)) for row in RECOMMENDED)
     assert printed.index(str(RECOMMENDED[-1])) < printed.index("rotary")
     explained = ctxext.patch.__doc__ or ""

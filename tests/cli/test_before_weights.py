@@ -6,7 +6,6 @@ import shlex
 import socket
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 from transformers import BertConfig, BertForMaskedLM, LlamaConfig, LlamaForCausalLM
@@ -18,6 +17,7 @@ from ctxext.serving import check
 from ctxext.training.settings import read_settings
 from recipes import finetune
 from tests._checkpoints import SHAPE, TRAINED
+from tests._programs import command
 from tests._tokenizer import make_tokenizer
 
 BAD, GOOD, FAR = "-m hierarchical -f 2", "-m yarn -f 2", f"-l {4 * TRAINED}"
@@ -104,8 +104,8 @@ def _put(words: str, places: dict[str, str]) -> list[str]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("words", MISTAKES)
-def test_a_command_reads_no_weights(words: str, places: dict[str, str], cli: Any) -> None:
-    done = cli(*_put(words, places))
+def test_a_command_reads_no_weights(words: str, places: dict[str, str]) -> None:
+    done = command(*_put(words, places))
     assert done.exit_code in (1, 2), done.stdout
     assert MISTAKES[words] in " ".join(done.stderr.split()), done.stderr
 

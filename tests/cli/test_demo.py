@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast
 from typer.testing import CliRunner, Result
 
 import ctxext
@@ -44,6 +44,7 @@ from ctxext.measuring.loss import loss_by_position
 from ctxext.measuring.statistics import PairedDifference, edges_for
 from ctxext.texts.corpus import TokenisedDocument, tokenise
 from ctxext.texts.documents import Document
+from tests._checkpoints import save_with_tokenizer
 from tests._models import byte_model
 
 TRAINED = 512
@@ -53,25 +54,19 @@ OUTPUTS = ["demo.png", "result.json", "table.md"]
 
 
 @pytest.fixture(scope="module")
-def files(tmp_path_factory: pytest.TempPathFactory, bos_tokenizer: PreTrainedTokenizerFast) -> Path:
+def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a checkpoint, a long text and a short one."""
     folder = tmp_path_factory.mktemp("demo-inputs")
     long = "".join(f"Line {i}: the rain falls and the river runs.\n" for i in range(100))
     (folder / "long.txt").write_text(long, encoding="utf-8")
     (folder / "short.txt").write_text(long[:700], encoding="utf-8")
     (folder / "binary.txt").write_bytes(b"\xff\xfe\xfa")
-    bos_tokenizer.save_pretrained(folder / "checkpoint")
+    save_with_tokenizer(byte_model(), folder / "checkpoint")
     return folder
 
 
 @pytest.fixture
-def model() -> LlamaForCausalLM:
-    return byte_model()
-
-
-@pytest.fixture
-def checkpoint(model: LlamaForCausalLM, files: Path) -> Path:
-    model.save_pretrained(files / "checkpoint")
+def checkpoint(files: Path) -> Path:
     return files / "checkpoint"
 
 
@@ -170,9 +165,8 @@ def test_the_fact_stands_on_a_line_of_its_own_and_is_asked_for_at_the_end(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("method", [None, "self_extend", "yarn"])
-def test_losses_are_those_of_the_evaluations_and_answers_those_of_generate(
-    model: LlamaForCausalLM, method: str | None
-) -> None:
+def test_losses_are_those_of_the_evaluations_and_answers_those_of_generate(method: str | None) -> None:
+    model = byte_model()
     ids = torch.randint(0, 256, (1, 2 * TRAINED + 1), generator=torch.Generator().manual_seed(0))
     request, positions = torch.arange(5), torch.tensor([7, 500, 900, 1023])
     if method is not None:

@@ -121,6 +121,9 @@ MISTAKES = {
             "eval perplexity HERE": "llama3",
         }.items()
     },
+    "patch HERE out": "--method",
+    "patch HERE out -m yarn -f abc": "--factor",
+    f"export HERE --to vllm {YARN} --sliding-window open": "'open' is not one of",
     "patch HERE out -m no.json": "Cannot read the method in 'no.json': no such file",
     "export HERE --to vllm -m ./no.json": "Cannot read the method in './no.json': no such file",
     "serve HERE -m HERE/choice.json": "Cannot read the method in 'HERE/choice.json': no such file",
@@ -304,11 +307,6 @@ def test_the_target_is_given_by_any_of_its_words(words: str) -> None:
         assert 16384 in commands.commands[name].make_context(name, [*given, *words.split()]).params.values()
 
 
-def test_a_target_given_by_two_words_is_given_twice(cli: Any, llama: Path, tmp_path: Path) -> None:
-    done = cli("patch", llama, tmp_path / "x", "-m", "yarn", "--target", "16K", "--target-length", "8K")
-    assert "given more than once" in " ".join(done.stderr.split())
-
-
 @pytest.mark.parametrize(
     "place", ["./nowhere", "/no/where", "no/such/folder", "~/nowhere", "nowhere.gguf", "tests/nowhere"]
 )
@@ -349,7 +347,7 @@ def test_the_hub_is_asked_only_where_it_answers(monkeypatch: pytest.MonkeyPatch,
 def test_missing_sources_are_told_from_names_on_the_hub(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("a")
     require_sources(["-", str(tmp_path / "a.txt"), "owner/name", "owner/name:config"])
-    for missing in (str(tmp_path / "b.txt"), "b.txt", "./b", "x/y/z"):
+    for missing in (str(tmp_path / "b.txt"), "b.txt", "./b", "x/y/z", "papers/paper.pdf"):
         with pytest.raises(InvalidParameterError, match="No such file or directory"):
             require_sources([missing])
 

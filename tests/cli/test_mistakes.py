@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import json
 import shlex
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +21,7 @@ from ctxext.cli.app import app
 from ctxext.errors import InvalidParameterError
 from tests._checkpoints import TRAINED
 from tests._models import tiny
-
-Cli = Callable[..., Result]
+from tests._programs import command
 
 
 def refused(result: Result) -> str:
@@ -61,7 +59,7 @@ REFUSED = {
     "show stretch_buckets --model LLAMA": "names no buckets",
     "plan LLAMA": "Give --memory (80GiB), for the longest context, or --length",
     "plan LLAMA --memory 80": "needs a unit, such as 80GiB",
-    "plan LLAMA --memory 1KiB": "256 tokens take",
+    "plan LLAMA --memory 1KiB": "GiB of it for the weights",
     "plan LLAMA --length 0": "length must be a positive whole number of tokens, found 0",
     "plan LLAMA --length 64 --mlp-tile 0": "mlp_tile must be at least 1 token, found 0",
     "plan LLAMA --length 64 --no-checkpointing --offload": "offload requires checkpointing=True",
@@ -70,10 +68,10 @@ REFUSED = {
 
 @pytest.mark.parametrize("line", REFUSED)
 def test_a_mistake_is_one_sentence_and_writes_nothing(
-    cli: Cli, llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, line: str
+    llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, line: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    result = cli(*shlex.split(line.replace("LLAMA", str(llama))))
+    result = command(*shlex.split(line.replace("LLAMA", str(llama))))
     assert (result.exit_code, result.stdout) == (1, "")
     assert "Error: " in result.stderr
     assert REFUSED[line] in " ".join(result.stderr.split())
@@ -83,20 +81,20 @@ def test_a_mistake_is_one_sentence_and_writes_nothing(
 # --- what is said --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("command", ["patch", "export", "eval perplexity"])
-def test_an_option_given_twice_is_refused(cli: Cli, llama: Path, tmp_path: Path, command: str) -> None:
+@pytest.mark.parametrize("verb", ["patch", "export", "eval perplexity"])
+def test_an_option_given_twice_is_refused(llama: Path, tmp_path: Path, verb: str) -> None:
     """Click keeps the last of them; a user who compares two methods would get one."""
-    rest = {"patch": [llama, tmp_path / "x"], "export": [llama, "--to", "vllm"], "eval perplexity": [llama]}[command]
-    twice = refused(cli(*command.split(), *rest, "-m", "pi", "-m", "yarn", "-f", 2))
+    rest = {"patch": [llama, tmp_path / "x"], "export": [llama, "--to", "vllm"], "eval perplexity": [llama]}[verb]
+    twice = refused(command(*verb.split(), *rest, "-m", "pi", "-m", "yarn", "-f", 2))
     assert "given more than once" in twice
     assert "-m" in twice
-    assert "given more than once" in refused(cli(*command.split(), *rest, "-m", "pi", "-f", 2, "--factor", 4))
+    assert "given more than once" in refused(command(*verb.split(), *rest, "-m", "pi", "-f", 2, "--factor", 4))
     assert not (tmp_path / "x").exists()
 
 
 @pytest.mark.parametrize("tokens", ["256", "0.25K", "1/4K", "-1", "", "K", "16Q"])
-def test_tokens_are_a_number_with_k_or_m(cli: Cli, llama: Path, tmp_path: Path, tokens: str) -> None:
-    result = cli("patch", llama, tmp_path / "x", "-m", "yarn", "--target", tokens)
+def test_tokens_are_a_number_with_k_or_m(llama: Path, tmp_path: Path, tokens: str) -> None:
+    result = command("patch", llama, tmp_path / "x", "-m", "yarn", "--target", tokens)
     if tokens == "256":
         assert result.exit_code == 0
     else:
@@ -105,47 +103,47 @@ def test_tokens_are_a_number_with_k_or_m(cli: Cli, llama: Path, tmp_path: Path, 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("tokens", ["16384", "16,384", "16K", "16k"])
-def test_a_number_of_tokens_may_be_written_as_it_is_printed(cli: Cli, llama: Path, tmp_path: Path, tokens: str) -> None:
-    assert cli("patch", llama, tmp_path / "x", "-m", "yarn", "--target", tokens).exit_code == 0
+def test_a_number_of_tokens_may_be_written_as_it_is_printed(llama: Path, tmp_path: Path, tokens: str) -> None:
+    assert command("patch", llama, tmp_path / "x", "-m", "yarn", "--target", tokens).exit_code == 0
     assert json.loads((tmp_path / "x/config.json").read_text())["max_position_embeddings"] == 16384
 
 
 def numbers() -> list[list[str]]:
     """Return a command line for each option of each command that takes a number, to be followed by the number."""
     lines, groups = [], [([], get_command(app))]
-    for path, command in groups:
-        groups += [([*path, name], below) for name, below in getattr(command, "commands", {}).items()]
-        for option in command.params:
+    for path, inner in groups:
+        groups += [([*path, name], below) for name, below in getattr(inner, "commands", {}).items()]
+        for option in inner.params:
             kind = getattr(option, "type_descriptor", None)  # which the oldest typer does not have, nor all its numbers
             if kind.annotation in (int, float) if kind else option.type.name.split()[0] in ("integer", "float"):
-                others = [other for other in command.params if other.required and other is not option]
+                others = [other for other in inner.params if other.required and other is not option]
                 words = [word for other in others for word in (other.opts[0], "1") if word == "1" or word[0] == "-"]
                 lines.append([*path, *words, option.opts[0]])
     return lines
 
 
 @pytest.mark.parametrize("number", ["1" * 400, "1" * 4299, "9" * 14])
-def test_no_number_is_too_large_for_its_sentence(cli: Cli, number: str) -> None:
+def test_no_number_is_too_large_for_its_sentence(number: str) -> None:
     assert len(numbers()) > (60 if hasattr(get_command(app).params[0], "type_descriptor") else 45)
     for line in numbers():
-        result = cli(*line, number, code=2)
+        result = command(*line, number, code=2)
         assert "Invalid value" in result.stderr
     for line in ("plan x --memory {}GiB", "choose x -t x --target 16K --budget {}h"):
-        assert "is written like" in refused(cli(*line.format(number).split()))
+        assert "is written like" in refused(command(*line.format(number).split()))
 
 
-def test_options_that_repeat_may_be_repeated(cli: Cli, llama: Path, tmp_path: Path) -> None:
+def test_options_that_repeat_may_be_repeated(llama: Path, tmp_path: Path) -> None:
     two = ("-p", "beta_fast=64", "-p", "beta_slow=2")
-    assert cli("patch", llama, tmp_path / "x", "-m", "yarn", "-f", 4, *two).exit_code == 0
+    assert command("patch", llama, tmp_path / "x", "-m", "yarn", "-f", 4, *two).exit_code == 0
     assert json.loads((tmp_path / "x/config.json").read_text())["ctxext"]["method"]["beta_slow"] == 2
 
 
 @pytest.mark.slow
 def test_messages_say_how_to_spell_it_at_the_command_line(
-    cli: Cli, checkpoints: dict[str, Path], llama: Path, tmp_path: Path
+    checkpoints: dict[str, Path], llama: Path, tmp_path: Path
 ) -> None:
     yarn = ("--method", "yarn", "--factor", 4)
-    said = refused(cli("patch", checkpoints["mistral"], tmp_path / "x", *yarn))
+    said = refused(command("patch", checkpoints["mistral"], tmp_path / "x", *yarn))
     assert "--sliding-window lift" in said
     assert "(sliding_window=128)" in said  # the config's field, not the option
 
@@ -161,22 +159,22 @@ def test_numbers_of_numpy_are_numbers(factor: Any) -> None:
 
 
 @pytest.mark.parametrize("method", ["longrope", "table"])
-def test_tables_that_are_missing(cli: Cli, llama: Path, tmp_path: Path, method: str) -> None:
+def test_tables_that_are_missing(llama: Path, tmp_path: Path, method: str) -> None:
     with pytest.raises(InvalidParameterError, match=f"Method '{method}' needs "):
         ctxext.method(method, factor=4)
-    said = refused(cli("patch", llama, tmp_path / "x", "-m", method, "-f", 4))
+    said = refused(command("patch", llama, tmp_path / "x", "-m", method, "-f", 4))
     assert "one number per rotated pair" in said
     assert "=@FILE.json" in said
-    assert "needs " in refused(cli("plot", "frequencies", llama, "-m", method, "-o", tmp_path / "x.png"))
+    assert "needs " in refused(command("plot", "frequencies", llama, "-m", method, "-o", tmp_path / "x.png"))
 
 
 @pytest.mark.parametrize("device", ["toaster", "cuda:99", "xpu"])
-def test_a_device_that_is_not_there(cli: Cli, llama: Path, device: str) -> None:
-    said = refused(cli("eval", "perplexity", llama, "--device", device, "--text", __file__))
+def test_a_device_that_is_not_there(llama: Path, device: str) -> None:
+    said = refused(command("eval", "perplexity", llama, "--device", device, "--text", __file__))
     assert f"Device '{device}' cannot be used here" in said
 
 
-def test_a_disk_that_is_full(cli: Cli, llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_disk_that_is_full(llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from matplotlib.figure import Figure
 
     def fail(self: Figure, path: Any, **_: Any) -> None:
@@ -184,17 +182,17 @@ def test_a_disk_that_is_full(cli: Cli, llama: Path, tmp_path: Path, monkeypatch:
         raise OSError(errno.ENOSPC, "No space left on device", str(path))
 
     monkeypatch.setattr(Figure, "savefig", fail)
-    said = refused(cli("plot", "frequencies", llama, "-m", "yarn", "-o", tmp_path / "x.png"))
+    said = refused(command("plot", "frequencies", llama, "-m", "yarn", "-o", tmp_path / "x.png"))
     assert "x.png cannot be written: No space left on device" in said
     assert list(tmp_path.iterdir()) == []
 
 
-def test_the_last_resort(cli: Cli, llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_last_resort(llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: Any, **__: Any) -> None:
         raise OSError(errno.ENAMETOOLONG, "File name too long", "xxx")
 
     monkeypatch.setattr(write, "patch_checkpoint", fail)
-    said = refused(cli("patch", llama, tmp_path / "x", "-m", "yarn", "-f", 4))
+    said = refused(command("patch", llama, tmp_path / "x", "-m", "yarn", "-f", 4))
     assert said == "Error: xxx: File name too long."
 
 
@@ -202,33 +200,32 @@ def test_the_last_resort(cli: Cli, llama: Path, tmp_path: Path, monkeypatch: pyt
 
 
 @pytest.mark.nightly
-def test_learned_positions_are_named(cli: Cli, tmp_path: Path) -> None:
+def test_learned_positions_are_named(tmp_path: Path) -> None:
     small = {"n_layer": 2, "n_embd": 32, "n_head": 2, "vocab_size": 64}
     GPT2Config(**small).save_pretrained(tmp_path)
-    printed = cli("inspect", tmp_path).stdout
+    printed = command("inspect", tmp_path).stdout
     assert "learned positions, one vector each for 1,024 tokens" in printed
     assert "ctxext export" not in printed  # nothing extends it
-    found = json.loads(cli("plan", tmp_path, "--memory", "8GiB", "--json").stdout)
+    found = json.loads(command("plan", tmp_path, "--memory", "8GiB", "--json").stdout)
     assert (found["serving"]["length"], found["reach"]) == (1024, 1024)
-    assert "cannot read 2,000 tokens" in refused(cli("plan", tmp_path, "--length", 2000))
+    assert "cannot read 2,000 tokens" in refused(command("plan", tmp_path, "--length", 2000))
 
 
-def test_bloom_is_not_recommended_what_it_refuses(cli: Cli, tmp_path: Path) -> None:
+def test_bloom_is_not_recommended_what_it_refuses(tmp_path: Path) -> None:
     config = BloomConfig(n_layer=2, hidden_size=32, n_head=2, vocab_size=64)
     config.save_pretrained(tmp_path)
-    printed = cli("inspect", tmp_path).stdout
+    printed = command("inspect", tmp_path).stdout
     assert "has ALiBi" in printed
     assert "--method yarn" not in printed
     assert "None" not in str(ctxext.describe(BloomForCausalLM(config)))
 
 
-def test_a_gguf_file_is_not_sent_in_a_circle(cli: Cli, tmp_path: Path) -> None:
+def test_a_gguf_file_is_not_sent_in_a_circle(tmp_path: Path) -> None:
     gguf = tmp_path / "x.gguf"
     gguf.write_bytes(b"GGUF\3\0\0\0".ljust(24, b"\0"))
-    patching = refused(cli("patch", gguf, tmp_path / "y", "-m", "yarn", "-f", 4))
+    patching = refused(command("patch", gguf, tmp_path / "y", "-m", "yarn", "-f", 4))
     assert "ctxext export" not in patching
     assert "x.gguf" in patching
-    assert "Give the checkpoint that it was converted from" in refused(cli("export", gguf, "--to", "llama.cpp"))
 
 
 # --- plans ------------------------------------------------------------------------------------------------------------

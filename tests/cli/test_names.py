@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 from markdown_it import MarkdownIt
-from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 from ctxext.choosing import choose, halving
 from ctxext.evaluation.report.figures import Figure
@@ -20,11 +19,11 @@ from ctxext.evaluation.report.page import NONE, Code, Heading, Headline, Page, T
 from ctxext.methods.yarn import YaRN
 from ctxext.progress import StageBar, terminal
 from ctxext.texts.documents import Document
+from tests._checkpoints import save_with_tokenizer
 from tests._models import byte_model
-from tests._programs import command
+from tests._programs import ROOT, command
 from tests.evaluation.test_masked import saved
 
-ROOT = Path(__file__).parents[2]
 NAMES = [
     "a[/b]c",
     r"$\frac{1$",
@@ -45,12 +44,10 @@ def jsonl(folder: Path, texts: list[str]) -> Path:
 
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory, bos_tokenizer: PreTrainedTokenizerFast) -> Path:
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A checkpoint and texts whose names are markup."""
     folder = tmp_path_factory.mktemp("names")
-    model: LlamaForCausalLM = byte_model()
-    model.save_pretrained(folder / CHECKPOINT)
-    bos_tokenizer.save_pretrained(folder / CHECKPOINT)
+    save_with_tokenizer(byte_model(), folder / CHECKPOINT)
     lines = [f"The rain falls. Then {place * place % 97} rivers run.\n" for place in range(60)]
     jsonl(folder, [f"{name}: {line}" + "".join(lines) for name, line in zip(NAMES, lines, strict=False)])
     return folder

@@ -3,60 +3,58 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from transformers import GptOssConfig, LlamaConfig, Mamba2Config
-from typer.testing import Result
 
 from ctxext.planning.plan import plan_serving
 from tests._checkpoints import SHAPE
+from tests._programs import command
 
-Cli = Callable[..., Result]
 KV = 2 * 2 * SHAPE["num_key_value_heads"] * 16 * 2  # bytes per token: two layers, keys and values, bfloat16
 
 
 @pytest.mark.nightly
-def test_what_a_length_takes(cli: Cli, llama: Path) -> None:
-    found = json.loads(cli("plan", llama, "--length", 4096, "--memory", "1GiB", "--no-embeddings", "--json").stdout)
+def test_what_a_length_takes(llama: Path) -> None:
+    found = json.loads(command("plan", llama, "--length", 4096, "--memory", "1GiB", "--no-embeddings", "--json").stdout)
     assert (found["dtype"], found["memory"], found["training"]["fits"]) == ("bf16", 2**30, True)
     training, serving = found["training"], found["serving"]
     assert 4096 * KV <= serving["cache"] < 4096 * KV * 1.01
     at_work = max(training["layer"], training["loss"])
     fixed = training["weights"] + training["adapters"] + training["gradients"] + training["optimizer"]
     assert training["total"] == fixed + training["kept"] + at_work
-    printed = cli("plan", llama, "--length", 4096, "--memory", "1MiB").stdout
+    printed = command("plan", llama, "--length", 4096, "--memory", "1MiB").stdout
     assert "AdamW's moments" in printed
     assert "training: 4,096 tokens take" in printed
     assert "more than there is" in printed
 
 
 @pytest.mark.nightly
-def test_a_length_beyond_the_window_is_said_in_plain_words(cli: Cli, llama: Path) -> None:
+def test_a_length_beyond_the_window_is_said_in_plain_words(llama: Path) -> None:
     """Nobody asked which length some memory holds."""
-    printed = cli("plan", llama, "--length", 4096).stdout
+    printed = command("plan", llama, "--length", 4096).stdout
     assert "4,096 tokens exceed its 256-token window. Extend it first (ctxext patch)." in printed
     assert "Memory holds" not in printed
-    assert "exceed" not in cli("plan", llama, "--length", 256).stdout
+    assert "exceed" not in command("plan", llama, "--length", 256).stdout
 
 
 @pytest.mark.nightly
-def test_the_longest_of_an_extended_checkpoint(cli: Cli, llama: Path, tmp_path: Path) -> None:
-    cli("patch", llama, tmp_path / "long", "--method", "yarn", "--factor", 4)
-    found = json.loads(cli("plan", tmp_path / "long", "--memory", "16MiB", "--no-embeddings", "--json").stdout)
+def test_the_longest_of_an_extended_checkpoint(llama: Path, tmp_path: Path) -> None:
+    command("patch", llama, tmp_path / "long", "--method", "yarn", "--factor", 4)
+    found = json.loads(command("plan", tmp_path / "long", "--memory", "16MiB", "--no-embeddings", "--json").stdout)
     assert 0 < found["training"]["length"] < found["serving"]["length"]
     assert found["serving"]["total"] <= 16 * 2**20
 
 
 @pytest.mark.slow
-def test_no_weights_and_no_training(cli: Cli, tmp_path: Path) -> None:
+def test_no_weights_and_no_training(tmp_path: Path) -> None:
     """A state space alone has no attention to adapt."""
     shape = {"hidden_size": 64, "num_hidden_layers": 2, "vocab_size": 128, "num_heads": 4, "head_dim": 32}
     Mamba2Config(**shape, n_groups=1, state_size=8).save_pretrained(tmp_path)
-    printed = cli("plan", tmp_path, "--length", 512).stdout
+    printed = command("plan", tmp_path, "--length", 512).stdout
     assert "training: Mamba2ForCausalLM has no linear layers of the kind 'attention' to adapt." in printed
     assert "peak" in printed
 
@@ -75,50 +73,51 @@ def test_the_published_weights_of_gpt_oss() -> None:
 
 
 @pytest.mark.nightly
-def test_weights_that_come_packed_are_named(cli: Cli, llama: Path, tmp_path: Path) -> None:
+def test_weights_that_come_packed_are_named(llama: Path, tmp_path: Path) -> None:
     small = {"num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 32, "num_local_experts": 4}
     gpt_oss(**small, vocab_size=128).save_pretrained(tmp_path / "mxfp4")
-    printed = cli("plan", tmp_path / "mxfp4", "--length", 512).stdout
+    printed = command("plan", tmp_path / "mxfp4", "--length", 512).stdout
     assert "Its experts are stored as mxfp4 and counted so in use" in printed
     fp8 = LlamaConfig(**SHAPE, quantization_config={"quant_method": "fp8"})
     fp8.save_pretrained(tmp_path / "fp8")
     assert (
         "stored as fp8, 8 bits a weight, and counted so in use. Training is counted with them in bf16"
-        in cli("plan", tmp_path / "fp8", "--length", 512).stdout
+        in command("plan", tmp_path / "fp8", "--length", 512).stdout
     )
-    refused = cli("plan", tmp_path / "fp8", "--length", 512, "--quantisation", "nf4")
+    refused = command("plan", tmp_path / "fp8", "--length", 512, "--quantisation", "nf4")
     assert (refused.exit_code, "come quantised (fp8)" in refused.stderr) == (1, True)
-    assert json.loads(cli("plan", llama, "--length", 512, "--json").stdout)["stored_as"] is None
+    assert json.loads(command("plan", llama, "--length", 512, "--json").stdout)["stored_as"] is None
 
 
 @pytest.mark.nightly
-def test_a_quantised_cache_of_a_plain_checkpoint_as_extended(cli: Cli, llama: Path) -> None:
+def test_a_quantised_cache_of_a_plain_checkpoint_as_extended(llama: Path) -> None:
     """Of four groups two read far; the others see 4 first tokens and 32 of the newest, with 32 to spare."""
     retrieval = ("--method", "retrieval_heads", "--factor", 4, "-p", "heads=[0,3]", "-p", "window=32")
     asked = ("--length", 4096, "--cache-bits", "8", "--prompt-chunk", 512)
-    found = json.loads(cli("plan", llama, *asked, *retrieval, "--json").stdout)
+    found = json.loads(command("plan", llama, *asked, *retrieval, "--json").stdout)
     assert found["serving"]["cache"] == (2 * 4096 + 2 * (4 + 31 + 32)) * KV / 4 * 8.5 / 16
     assert (found["reach"], found["serving"]["draft"], found["training"]["draft"]) == (1024, 0, 0)
-    assert "retrieval_heads, bf16, 8-bit cache" in cli("plan", llama, *asked, *retrieval).stdout
+    assert "retrieval_heads, bf16, 8-bit cache" in command("plan", llama, *asked, *retrieval).stdout
 
 
 @pytest.mark.nightly
-def test_draft_heads_are_named_beside_the_peak(cli: Cli, tmp_path: Path) -> None:
+def test_draft_heads_are_named_beside_the_peak(tmp_path: Path) -> None:
     LlamaConfig(**SHAPE, num_nextn_predict_layers=1).save_pretrained(tmp_path)
-    printed = cli("plan", tmp_path, "--length", 4096).stdout
+    printed = command("plan", tmp_path, "--length", 4096).stdout
     assert printed.index("peak") < printed.index("draft heads (MTP), on servers only") < printed.index("their keys and")
+    found = json.loads(command("plan", tmp_path, "--length", 4096, "--json").stdout)
+    assert found["serving"]["draft_cache"] == 4096 * KV / 2
+
+
+def test_options_of_a_method_need_its_name(llama: Path) -> None:
+    refused = command("plan", llama, "--length", 256, "--factor", 4, "-p", "heads=[0]")
+    assert (refused.exit_code, "--factor, --param: only with --method" in refused.stderr) == (1, True)
     assert (
-        json.loads(cli("plan", tmp_path, "--length", 4096, "--json").stdout)["serving"]["draft_cache"] == 4096 * KV / 2
+        "0 tokens are too few. Give 1 or more." in command("plan", llama, "--length", 256, "--prompt-chunk", 0).stderr
     )
 
 
-def test_options_of_a_method_need_its_name(cli: Cli, llama: Path) -> None:
-    refused = cli("plan", llama, "--length", 256, "--factor", 4, "-p", "heads=[0]")
-    assert (refused.exit_code, "--factor, --param: only with --method" in refused.stderr) == (1, True)
-    assert "0 tokens are too few. Give 1 or more." in cli("plan", llama, "--length", 256, "--prompt-chunk", 0).stderr
-
-
-def test_an_adapter_is_planned_by_its_base(cli: Cli, tmp_path: Path) -> None:
+def test_an_adapter_is_planned_by_its_base(tmp_path: Path) -> None:
     (tmp_path / "adapter_config.json").write_text('{"base_model_name_or_path": "meta-llama/Llama-3.1-8B"}')
-    said = " ".join(cli("plan", tmp_path, "--length", 256).stderr.split())
+    said = " ".join(command("plan", tmp_path, "--length", 256).stderr.split())
     assert "is an adapter. Plan its base model, meta-llama/Llama-3.1-8B" in said

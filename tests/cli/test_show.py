@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 from transformers import BertForMaskedLM, PreTrainedTokenizerFast
-from typer.testing import Result
 
 import ctxext
-from tests._checkpoints import TRAINED
+from tests._checkpoints import TRAINED, save_with_tokenizer
 from tests._models import bert as tiny_bert
 from tests._models import byte_model
-
-Cli = Callable[..., Result]
+from tests._programs import command
 
 SENTENCE = "a cat sat"
 
@@ -24,10 +21,7 @@ SENTENCE = "a cat sat"
 @pytest.fixture(scope="module")
 def reader(tmp_path_factory: pytest.TempPathFactory, tokenizer: PreTrainedTokenizerFast) -> Path:
     """A random Llama that reads bytes."""
-    place = tmp_path_factory.mktemp("reader")
-    byte_model().save_pretrained(place)
-    tokenizer.save_pretrained(place)
-    return place
+    return save_with_tokenizer(byte_model(), tmp_path_factory.mktemp("reader"), tokenizer)
 
 
 @pytest.fixture(scope="module")
@@ -40,9 +34,9 @@ def bert(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("asked", ["rope", "self_extend window=8", "alibi", "tile", "cope"])
-def test_a_picture_of_each_kind(cli: Cli, tmp_path: Path, asked: str) -> None:
+def test_a_picture_of_each_kind(tmp_path: Path, asked: str) -> None:
     place = tmp_path / "picture.png"
-    said = cli("show", asked, "-f", 2, "-o", place, code=0)
+    said = command("show", asked, "-f", 2, "-o", place, code=0)
     assert said.stdout.startswith(f"Wrote {place}\n")
     assert place.read_bytes().startswith(b"\x89PNG")
     assert place.stat().st_size > 20_000
@@ -50,41 +44,41 @@ def test_a_picture_of_each_kind(cli: Cli, tmp_path: Path, asked: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("more", [(), ("--json",)])
-def test_an_earlier_picture_is_not_replaced_silently(cli: Cli, tmp_path: Path, more: tuple[str, ...]) -> None:
+def test_an_earlier_picture_is_not_replaced_silently(tmp_path: Path, more: tuple[str, ...]) -> None:
     place = tmp_path / "picture.png"
     place.write_bytes(b"mine")
-    said = cli("show", "yarn", "-f", 2, "-o", place, *more)
+    said = command("show", "yarn", "-f", 2, "-o", place, *more)
     assert f"Wrote {place}, in place of an earlier file\n" in (said.stderr if more else said.stdout)
     assert place.read_bytes() != b"mine"
     if more:
         json.loads(said.stdout)
 
 
-def test_numbers_without_a_picture(cli: Cli, llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_numbers_without_a_picture(llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    found = json.loads(cli("show", "yarn", "--model", llama, "--json").stdout)
+    found = json.loads(command("show", "yarn", "--model", llama, "--json").stdout)
     assert (found["kind"], found["trained_length"], found["target_length"]) == ("rotation", TRAINED, 4 * TRAINED)
     assert len(found["turns"]) == 8
     assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.nightly
-def test_the_table_of_a_checkpoint_and_its_extension(cli: Cli, bert: Path, tmp_path: Path) -> None:
-    found = json.loads(cli("show", "pi", "--model", bert, "-f", 2, "--json", "-o", tmp_path / "a.png").stdout)
+def test_the_table_of_a_checkpoint_and_its_extension(bert: Path, tmp_path: Path) -> None:
+    found = json.loads(command("show", "pi", "--model", bert, "-f", 2, "--json", "-o", tmp_path / "a.png").stdout)
     assert (tmp_path / "a.png").stat().st_size > 20_000
     assert (found["kind"], found["trained_length"], found["target_length"]) == ("table", 64, 128)
     table = BertForMaskedLM.from_pretrained(bert).bert.embeddings.position_embeddings.weight.detach()
     torch.testing.assert_close(torch.tensor(found["rows"][::2]), table, rtol=1e-5, atol=1e-7)
-    own = json.loads(cli("show", "learned", "--model", bert, "--json").stdout)
+    own = json.loads(command("show", "learned", "--model", bert, "--json").stdout)
     torch.testing.assert_close(torch.tensor(own["rows"]), table, rtol=1e-5, atol=1e-7)
 
 
 @pytest.mark.slow
-def test_attention_before_and_after(cli: Cli, reader: Path, tmp_path: Path) -> None:
+def test_attention_before_and_after(reader: Path, tmp_path: Path) -> None:
     """By eager attention of its own and by ctxext's; the first is compared with what transformers returns."""
     (tmp_path / "text.txt").write_text("The quick brown fox jumps over the lazy dog. " * 3, encoding="utf-8")
     given = ("--model", reader, "--text", tmp_path / "text.txt", "--length", 96, "--json")
-    rotated, remapped = (json.loads(cli("show", name, *given).stdout) for name in ("pi", "self_extend"))
+    rotated, remapped = (json.loads(command("show", name, *given).stdout) for name in ("pi", "self_extend"))
     before, after = torch.tensor(rotated["before"]), torch.tensor(rotated["after"])
     assert before.shape == (2, 4, len(rotated["edges"]))
     torch.testing.assert_close(before.sum(-1), torch.ones(2, 4), rtol=1e-4, atol=1e-4)
@@ -101,21 +95,21 @@ def test_attention_before_and_after(cli: Cli, reader: Path, tmp_path: Path) -> N
 
 
 @pytest.mark.slow
-def test_a_sentence_that_a_checkpoint_reads(cli: Cli, reader: Path, tmp_path: Path) -> None:
+def test_a_sentence_that_a_checkpoint_reads(reader: Path, tmp_path: Path) -> None:
     """Untrained on a plain checkpoint, and with the weights of one that was saved with the encoding."""
-    plain = json.loads(cli("show", "cope", "--model", reader, "--text", SENTENCE, "--layer", 1, "--json").stdout)
+    plain = json.loads(command("show", "cope", "--model", reader, "--text", SENTENCE, "--layer", 1, "--json").stdout)
     assert (plain["kind"], plain["layer"], len(plain["tokens"])) == ("sentence", 1, len(SENTENCE))
     model = ctxext.patch(byte_model(), "cope", places=2)
     ctxext.save(model, tmp_path / "saved", tokenizer=PreTrainedTokenizerFast.from_pretrained(reader))
-    saved = json.loads(cli("show", "cope", "--model", tmp_path / "saved", "--text", SENTENCE, "--json").stdout)
+    saved = json.loads(command("show", "cope", "--model", tmp_path / "saved", "--text", SENTENCE, "--json").stdout)
     assert saved["method"]["places"] == 2
     assert max(value for head in saved["values"] for row in head for value in row if value is not None) == 1
 
 
 @pytest.mark.parametrize("option", ["--length", "--trained-length"])
 @pytest.mark.parametrize("value", ["0", "-1", "99999999999999"])
-def test_no_tokens_are_not_taken_for_no_limit(cli: Cli, option: str, value: str) -> None:
-    shown = cli("show", "cope", "--text", SENTENCE, option, value, "--json")
+def test_no_tokens_are_not_taken_for_no_limit(option: str, value: str) -> None:
+    shown = command("show", "cope", "--text", SENTENCE, option, value, "--json")
     assert shown.exit_code != 0
     assert "length" in shown.output
     assert "tokens" in shown.output or "range" in shown.output

@@ -6,7 +6,7 @@ import importlib
 import itertools
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from typer.testing import Result
 
 import ctxext
 from ctxext.errors import CtxextError, IncompatibleError, InvalidParameterError, ResultsError, UnknownNameError
@@ -29,8 +28,8 @@ from ctxext.measuring.loss import loss_by_position, truncated_loss
 from ctxext.methods import METHODS, EncodingMethod, Method, known_methods
 from ctxext.registry import discover
 from ctxext.texts.documents import read_documents
+from tests._programs import command
 
-Cli = Callable[..., Result]
 SMALL = Body(hidden=16, layers=1, heads=2)
 TINY = LabSettings(
     text=SMALL,
@@ -390,13 +389,13 @@ def test_mistakes_are_told_before_anything_is_measured(
 
 
 @pytest.mark.nightly
-def test_the_command_trains_and_shows(cli: Cli, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_command_trains_and_shows(text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(PRESETS, "quick", replace(PRESETS["quick"], settings=TINY))
-    said = cli(
+    said = command(
         "lab", "--only", "rope,alibi", "-t", "text", "--text", text, "--seeds", 1, "--workers", 1, "-o", tmp_path
     )
     assert said.exit_code == 0, said.stderr
     assert said.stdout.index("learn order") < said.stdout.index("published claims")
     assert (tmp_path / "lab.html").is_file()
-    wrong = cli("lab", "--task", "sort", "-o", tmp_path)
+    wrong = command("lab", "--task", "sort", "-o", tmp_path)
     assert (wrong.exit_code, "Unknown task 'sort'" in wrong.stderr) == (1, True)
