@@ -28,8 +28,8 @@ ROOMS = [
 
 # What a change may not exceed: the figures of ``scripts/house.py``, rounded up. Lower each when its figure falls.
 CEILINGS = {
-    "tokens of code": 366_170,
-    "lines that the first patch loads": 9_005,
+    "tokens of code": 362_859,
+    "lines that the first patch loads": 8_994,
     "files that the first patch loads": 47,
     "lines of the core": 5_004,
     "files of the core": 23,
@@ -44,10 +44,10 @@ CEILINGS = {
     "lines of __all__": 0,
     "lines of JSON in ctxext/": 326,
     "lines of scripts/": 5_696,
-    "lines of tests/": 50_834,
+    "lines of tests/": 50_062,
     "lines to read: add a frequency method": 1_291,
     "lines to read: mend a defect of unpatch": 1_505,
-    "lines to read: add a family": 1_722,
+    "lines to read: add a family": 1_731,
     "lines to read: mend a defect of caches": 2_596,
     "lines to read: add a column to the perplexity report": 1_324,
     "look-ups of the base model and its text config": 71,

@@ -15,6 +15,7 @@ lengths on the cache: see ``records.py``.
 
 from __future__ import annotations
 
+import functools
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -60,11 +61,9 @@ class LengthRule:
             return cached
         return fitted
 
-    def require_declared(self, length: int, before: int, declared: int | None) -> None:
-        """Raise ``InvalidParameterError`` for a text longer than declared; ``before`` tokens of it are cached."""
-        if not self.by_request or declared is None or before not in (0, length - 1):
-            return  # assisted decoding reads several tokens at once, and drops the ones beyond the end
-        if self.fitted(declared) < self.fitted(length):
+    def require_declared(self, length: int, declared: int | None) -> None:
+        """Raise ``InvalidParameterError`` for a text longer than declared."""
+        if self.by_request and declared is not None and self.fitted(declared) < self.fitted(length):
             raise InvalidParameterError(
                 f"A text of {length} tokens is longer than the {declared} declared for it, by ctxext_length or by the "
                 f"prompt and max_new_tokens of generate(). Declare all tokens, those of a learned prompt included."
@@ -101,7 +100,7 @@ def fit_to_lengths(
         cached_as = rule.cached(known, row, rows, before) if before else None
         fitted = rule.needed(length, cached_as, declared)
         fitted_lengths.append(fitted)
-        rule.require_declared(length, before, declared)
+        rule.require_declared(length, declared)
         is_shard = declared is not None and (filling is None or not filling.continues)
         if not before or is_shard or cached_as == fitted:
             continue
@@ -215,10 +214,10 @@ class RecomputeStaleCache:
 
         A graph reads no length and changes no record, so that the checks of a pass are made here.
         """
-        (rows, width), reaches = inputs["input_ids"].shape, _reaches(inputs["position_ids"])
+        rows, reaches = len(inputs["input_ids"]), _reaches(inputs["position_ids"])
         lengths = [of_row(declared, row, rows) or 0 for row in range(rows)]
         for reach, length in zip(reaches * (rows // len(reaches)), lengths, strict=True):
-            self.rule.require_declared(reach, max(reach - width, 0), length)
+            self.rule.require_declared(reach, length)
         fitted_lengths = [self.rule.fitted(length) for length in lengths]
         remember(cache, fitted_lengths=tuple(fitted_lengths))
         for guard in guards_of(self.model):
@@ -293,6 +292,12 @@ def _whole_positions(kwargs: dict[str, Any], mask: Tensor | None, ids: Tensor) -
     return {"position_ids": (mask.long().cumsum(-1) - 1).masked_fill(mask == 0, 0)}
 
 
+def _before_the_end(drafts: Any, most: int, input_ids: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Any]:
+    """Draft tokens as transformers does, without the ones beyond the end of the text, which it would drop later."""
+    ids, logits = type(drafts).get_candidates(drafts, input_ids, *args, **kwargs)
+    return ids[:, :most], None if logits is None else logits[:, : max(0, most - input_ids.shape[1])]
+
+
 @dataclass
 class RefuseFixedPositions:
     """Replacements of two steps of ``model.generate`` that refuse what keeps one set of positions while they change.
@@ -316,9 +321,11 @@ class RefuseFixedPositions:
             )
         model: Any = self.model
         drafting = {name: value for name, value in model_kwargs.items() if name != "ctxext_length"}  # another model's
-        return type(model)._get_candidate_generator(
+        drafts = type(model)._get_candidate_generator(
             model, generation_config=generation_config, input_ids=input_ids, model_kwargs=drafting, **kwargs
         )
+        drafts.get_candidates = functools.partial(_before_the_end, drafts, generation_config.max_length - 1)
+        return drafts
 
     def processors(self, generation_config: Any, input_ids_seq_length: int = 0, *args: Any, **kwargs: Any) -> Any:
         """Make the processors of logits as transformers does, unless guidance needs positions that change."""

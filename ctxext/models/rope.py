@@ -224,7 +224,7 @@ def _notes(text: Any, form: StoredForm, layers: Layers) -> tuple[str, ...]:
     if sites[0].layer_type is not None:
         kinds = ", ".join(sorted({str(site.layer_type) for site in sites}))
         notes.append(f"Positions differ by layer type; extended: {kinds}.")
-    window = window_note(text, method.target_length(spec.trained_length))
+    window = None if stated_window(text) is None else window_note(text, method.target_length(spec.trained_length))
     notes += [window] if window else []
     if layers.failure:
         notes.append(

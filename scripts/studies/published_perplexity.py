@@ -233,7 +233,7 @@ def main(
     lengths = sorted(set(windows.window or [plan.length]))
     stride = windows.stride or (max(1, lengths[0] // 8) if windows.mode == "sliding" else STRIDE)
     corpus = protocol.read(texts, checkpoint, lengths[-1], windows.tokens)
-    session.announce(checkpoint, plan.trained_length, f"reads {corpus.tokens:,} tokens of {texts_in_words(corpus)}.")
+    session.announce(plan.trained_length, f", reads {corpus.tokens:,} tokens of {texts_in_words(corpus)}.")
     model = Readings(checkpoint, trained_length=plan.trained_length, windows=())
     as_is = UNPATCHED if model.extended is None else AS_SAVED
     readers = [Reader(Reading(name=as_is, label=label_of(as_is)), model, tuple(lengths), apply=contextlib.nullcontext)]

@@ -344,7 +344,9 @@ def test_an_encoder_decoder_that_was_saved_extended_is_refused_by_name(
     said = rf"{tmp_path.name} holds a {type(model).__name__}, an encoder-decoder\."
     with pytest.raises(IncompatibleError, match=said):
         load_checkpoint(str(tmp_path))
-    with pytest.raises(IncompatibleError, match="does not support encoder-decoders" if model_type == "t5gemma" else said):
+    with pytest.raises(
+        IncompatibleError, match="does not support encoder-decoders" if model_type == "t5gemma" else said
+    ):
         trained(tmp_path, "--trained_length", str(TRAINED_LENGTH))
 
 

@@ -13,8 +13,8 @@ from transformers import PreTrainedModel
 
 import ctxext
 from ctxext.kernels import base, sdpa, step
-from ctxext.kernels.near_far import _WithFar
 from ctxext.kernels.pieces import _Differentiable
+from ctxext.laboratory.near_far import _WithFar
 from ctxext.methods import known_methods
 from ctxext.methods.base import BiasMethod, RopeMethod
 from ctxext.methods.encoding import EncodingMethod

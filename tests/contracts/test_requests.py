@@ -200,6 +200,10 @@ def test_a_plain_call_counts_its_own_tokens_or_takes_a_length_for_each_row(model
     if method != "longrope":  # its second set is for any length
         with pytest.raises(InvalidParameterError, match="A text of 72 tokens is longer than the 70 declared for it"):
             logits(model, ids, ctxext_length=70)
+        cache = DynamicCache()
+        model(ids[:, :60], past_key_values=cache, ctxext_length=70)
+        with pytest.raises(InvalidParameterError, match="A text of 72 tokens is longer than the 70 declared for it"):
+            model(ids[:, 60:], past_key_values=cache, ctxext_length=70)
 
 
 @every

@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from ctxext.errors import BackendUnavailableError, install_line
+from ctxext.errors import install_line
 from ctxext.kernels import Call, Layout, Need, flash, select
 from ctxext.kernels.blocks import PartRule
 from ctxext.kernels.flash import FORWARD_ONLY, INSTALLED, Flash, Flash3, Flash4, cache_lengths, token_indices

@@ -85,7 +85,11 @@ REFUSALS: list[tuple[str, Callable[[Walk, Text], bool]]] = [
     (r"other positions than its \d+ cached", lambda walk, text: walk.outgrows(text) and not walk.way),
     (r"while (the|a) model was extended by|without a record", lambda walk, text: text.stale),
     (r"attention_mask has a hole", lambda walk, text: walk.point.kind == "bloom" and walk.point.padding != "none"),
-    (r"can be cropped by up to \d+ tokens", lambda walk, text: walk.name in ("streaming", "retrieval_heads")),
+    # Also by a copy of the model that is extended no more.
+    (
+        r"can be cropped by up to \d+ tokens",
+        lambda walk, text: {walk.name, METHODS[walk.point.method][0]} & {"streaming", "retrieval_heads"},
+    ),
     (r"Some layers of this cache hold", lambda walk, text: text.broken),
     (r"Assisted decoding", lambda walk, text: walk.name.startswith("dynamic") and not walk.by_request),
     (r"Generate from input_ids", lambda walk, text: walk.outgrows(text) and walk.way in ("embeds", "chunks")),
@@ -480,9 +484,12 @@ class Walk:
         def hook(*_: Any) -> None:
             raise KeyboardInterrupt
 
+        width = min(50, self.point.limit - text.keep.shape[1])
+        if width < 1:
+            return  # a learned table has no rows beyond
         handle = self._layer().register_forward_pre_hook(hook)
         with self.mode(), suppress(KeyboardInterrupt, CtxextError):
-            self.model(torch.randint(40, 120, (len(text.history), 50)), past_key_values=text.cache, use_cache=True)
+            self.model(torch.randint(40, 120, (len(text.history), width)), past_key_values=text.cache, use_cache=True)
         handle.remove()
         self.texts.remove(text)
         self.read(self.begin(), 40)

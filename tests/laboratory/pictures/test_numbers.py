@@ -198,7 +198,8 @@ from typing import ClassVar
 
 import torch
 
-from ctxext.methods.encoding import ByDistance, Encoding, EncodingForm, EncodingMethod
+from ctxext.laboratory.scores import ByDistance
+from ctxext.methods.encoding import Encoding, EncodingForm, EncodingMethod
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -208,7 +209,7 @@ class Parabola(EncodingMethod):
     name: ClassVar[str] = "parabola"
     summary: ClassVar[str] = "score minus the square of the distance"
     source: ClassVar[str] = "none"
-    form: ClassVar[EncodingForm] = "rows"
+    form: ClassVar[EncodingForm] = "scores"
     by_text: bool = False
 
     def build(self, spec):
