@@ -58,7 +58,7 @@ class _FlashFamily(AttentionBackend):
     install: ClassVar[str]
     major: ClassVar[tuple[int, ...]]
     reads_cache: ClassVar[bool]
-    softcaps: ClassVar[bool] = True
+    softcaps = True
     takes_latent: ClassVar[bool] = False  # queries of 192 and values of 128 dimensions, as in DeepSeek's models
     asks_lse: ClassVar[str] = "return_attn_probs"  # the keyword by which a call returns the log-sum-exp too
 
@@ -144,14 +144,14 @@ class Flash(_FlashFamily):
     steepest slopes a weight is off by 4e-3 at 128K tokens, and by 5e-2 at 1M.
     """
 
-    name: ClassVar[str] = "flash"
-    summary: ClassVar[str] = "flash-attn 2 with native float32 ALiBi slopes"
-    module: ClassVar[str] = "flash_attn.flash_attn_interface"
-    install: ClassVar[str] = install_line("flash")
+    name = "flash"
+    summary = "flash-attn 2 with native float32 ALiBi slopes"
+    module = "flash_attn.flash_attn_interface"
+    install = install_line("flash")
     # Version 2.6 brought them.
-    softcaps: ClassVar[bool] = not INSTALLED["flash"] or _says("flash_attn", "flash_attn_interface.py", "softcap")
-    reads_cache: ClassVar[bool] = True
-    major: ClassVar[tuple[int, ...]] = (8, 9, 10, 12)  # targets of setup.py in 2.8.3: 80, 90, 100, 120
+    softcaps = not INSTALLED["flash"] or _says("flash_attn", "flash_attn_interface.py", "softcap")
+    reads_cache = True
+    major = (8, 9, 10, 12)  # targets of setup.py in 2.8.3: 80, 90, 100, 120
 
     def lacks(self, need: Need) -> str | None:
         if torch.version.hip is not None and (need.softcap is not None or need.window is not None):
@@ -202,7 +202,7 @@ class Flash(_FlashFamily):
 class _Columned(_FlashFamily):
     """Base of versions without ALiBi: eight columns carry it, so positions inside a block may have any steps."""
 
-    takes_latent: ClassVar[bool] = True
+    takes_latent = True
 
     def lacks(self, need: Need) -> str | None:
         if need.biased and need.sees == "both":
@@ -228,12 +228,12 @@ class _Columned(_FlashFamily):
 class Flash3(_Columned):
     """flash-attn 3, with the fastest kernels on Hopper, its only target; ALiBi as columns."""
 
-    name: ClassVar[str] = "flash3"
-    summary: ClassVar[str] = "flash-attn 3 (Hopper), ALiBi as columns"
-    module: ClassVar[str] = FLASH3
-    install: ClassVar[str] = f"{install_line('flash3')}, or build today's hopper folder of Dao-AILab/flash-attention"
-    reads_cache: ClassVar[bool] = True
-    major: ClassVar[tuple[int, ...]] = (9,)
+    name = "flash3"
+    summary = "flash-attn 3 (Hopper), ALiBi as columns"
+    module = FLASH3
+    install = f"{install_line('flash3')}, or build today's hopper folder of Dao-AILab/flash-attention"
+    reads_cache = True
+    major = (9,)
 
     def lacks(self, need: Need) -> str | None:
         if self.module == FORWARD_ONLY and (need.window or need.training or need.dtype != torch.bfloat16):
@@ -250,13 +250,13 @@ class Flash3(_Columned):
 class Flash4(_Columned):
     """flash-attn 4 (CuTe), a pure Python wheel that compiles at first use; ALiBi as columns."""
 
-    name: ClassVar[str] = "flash4"
-    summary: ClassVar[str] = "flash-attn 4 (CuTe), ALiBi as columns"
-    module: ClassVar[str] = "flash_attn.cute.interface"
-    install: ClassVar[str] = "pip install --pre flash-attn-4, after flash-attn"  # only pre-releases so far
-    reads_cache: ClassVar[bool] = False
-    asks_lse: ClassVar[str] = "return_lse"
-    major: ClassVar[tuple[int, ...]] = (8, 9, 10, 11, 12)
+    name = "flash4"
+    summary = "flash-attn 4 (CuTe), ALiBi as columns"
+    module = "flash_attn.cute.interface"
+    install = "pip install --pre flash-attn-4, after flash-attn"  # only pre-releases so far
+    reads_cache = False
+    asks_lse = "return_lse"
+    major = (8, 9, 10, 11, 12)
 
     def lacks(self, need: Need) -> str | None:
         if need.training and need.capability is not None and need.capability[0] == 8:

@@ -6,7 +6,7 @@ import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, ClassVar, no_type_check
+from typing import Any, no_type_check
 
 import torch
 from jaxtyping import Bool, Float
@@ -38,9 +38,9 @@ class Flex(AttentionBackend):
             have at most ``tolerance`` of a row's weight together. None for an exact result.
     """
 
-    name: ClassVar[str] = "flex"
-    summary: ClassVar[str] = "FlexAttention: float32 bias and soft caps in the kernel, block-sparse masks"
-    softcaps: ClassVar[bool] = True
+    name = "flex"
+    summary = "FlexAttention: float32 bias and soft caps in the kernel, block-sparse masks"
+    softcaps = True
 
     cutoff: float | None = None
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import math
-from typing import ClassVar
 
 import torch
 from jaxtyping import Float
@@ -25,10 +24,10 @@ class Reference(AttentionBackend):
     has there. Scores are materialised for some queries at a time, so memory is linear; a backward pass recomputes them.
     """
 
-    name: ClassVar[str] = "reference"
-    summary: ClassVar[str] = "float32 scores, some queries at a time: obvious, the oracle; soft caps on CPUs"
-    encodes: ClassVar[bool] = True
-    softcaps: ClassVar[bool] = True
+    name = "reference"
+    summary = "float32 scores, some queries at a time: obvious, the oracle; soft caps on CPUs"
+    encodes = True
+    softcaps = True
 
     def why_not(self, need: Need) -> str | None:
         if need.order == "external":

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -70,9 +69,9 @@ class Sdpa(AttentionBackend):
         dense_rows: cached queries up to which a bias ``[batch, heads, query, key]`` is cheaper than rebuilding k.
     """
 
-    name: ClassVar[str] = "sdpa"
-    encodes: ClassVar[bool] = True
-    summary: ClassVar[str] = "torch's fused kernels; ALiBi as extra columns of q and k"
+    name = "sdpa"
+    encodes = True
+    summary = "torch's fused kernels; ALiBi as extra columns of q and k"
 
     block_overhead: int | None = None
     dense_rows: int = 16

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from jaxtyping import Float
@@ -78,9 +78,9 @@ class LabReading:
 class LabResult(Report):
     """All readings of the laboratory, with the settings and the text that they were measured on."""
 
-    TITLE: ClassVar[str] = "a result of the laboratory"
-    KIND: ClassVar[str | None] = "laboratory"
-    FORMAT: ClassVar[int] = 1
+    TITLE = "a result of the laboratory"
+    KIND = "laboratory"
+    FORMAT = 1
 
     preset: str
     settings: Mapping[str, Any]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, Literal
 
 from ctxext.methods.base import RopeMethod
 from ctxext.methods.formulas import as_longrope, clipped, index_that_turns, plain_inv_freq
@@ -30,10 +30,10 @@ class ABF(RopeMethod):
         "critical base"; authors' statement: OpenLMLab/scaling-rope@eee27a0, README.md, theorem 3.
     """
 
-    name: ClassVar[str] = "abf"
-    summary: ClassVar[str] = "raise the base, then train on long text"
-    source: ClassVar[str] = "arXiv:2309.16039"
-    later: ClassVar[tuple[str, ...]] = ("clip",)
+    name = "abf"
+    summary = "raise the base, then train on long text"
+    source = "arXiv:2309.16039"
+    later = ("clip",)
 
     base: Annotated[float | None, Range(above=1, most=MOST_BASE)] = None
     clip: Annotated[int | Literal["auto"] | None, Range(least=2, of="pairs")] = None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Literal
 
 from jaxtyping import Float
 from torch import Tensor
@@ -37,9 +37,9 @@ class ALiBi(BiasMethod):
         Authors' code: ofirpress/attention_with_linear_biases@4b92f28, fairseq/models/transformer.py.
     """
 
-    name: ClassVar[str] = "alibi"
-    summary: ClassVar[str] = "score minus slope times distance"
-    source: ClassVar[str] = "arXiv:2108.12409"
+    name = "alibi"
+    summary = "score minus slope times distance"
+    source = "arXiv:2108.12409"
 
     bias: Literal["exact", "stock"] = "exact"
     both_ways: Literal["symmetric", "halves"] = "symmetric"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any
 
 from ctxext.errors import UnknownNameError
 from ctxext.methods.parameters import MOST_TOKENS, Range, require
@@ -45,9 +45,9 @@ class DPE(RemapMethod):
         group without rounding where decoding rounds; here it is rounded down.
     """
 
-    name: ClassVar[str] = "dpe"
-    summary: ClassVar[str] = "keep near positions, group far tokens by a size per frequency"
-    source: ClassVar[str] = "arXiv:2504.18857"
+    name = "dpe"
+    summary = "keep near positions, group far tokens by a size per frequency"
+    source = "arXiv:2504.18857"
 
     groups: Annotated[str | tuple[int, ...], Range(least=1, most=MOST_TOKENS, of="tokens")]
     window: Annotated[float, Tokens] = 1024

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated, ClassVar
+from typing import Annotated
 
 from ctxext.methods.parameters import require
 from ctxext.methods.remap import Chunks, Piece, PositionMap, RemapMethod, Tokens, tokens_of
@@ -33,9 +33,9 @@ class DualChunk(RemapMethod):
         of the length that they were cached at; vLLM's form with ``chunk`` = L reaches relative position L.
     """
 
-    name: ClassVar[str] = "dual_chunk"
-    summary: ClassVar[str] = "positions begin again in each chunk; older chunks stand far away"
-    source: ClassVar[str] = "arXiv:2402.17463"
+    name = "dual_chunk"
+    summary = "positions begin again in each chunk; older chunks stand far away"
+    source = "arXiv:2402.17463"
 
     chunk: Annotated[float | None, Tokens] = None
     local: Annotated[float, Tokens] = 0.125

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any
 
 from ctxext.methods.base import GrowingMethod, RopeMethod
 from ctxext.methods.formulas import ntk_base, plain_inv_freq
@@ -41,9 +41,9 @@ class DynamicNTK(GrowingMethod, RopeMethod):
         Authors' code: jquesnelle/yarn@995db5b, scaled_rope/LlamaDynamicScaledRotaryEmbedding.py (``ntk``).
     """
 
-    name: ClassVar[str] = "dynamic_ntk"
-    summary: ClassVar[str] = "NTK by what the current text needs, plain inside the trained window"
-    source: ClassVar[str] = "arXiv:2309.00071"
+    name = "dynamic_ntk"
+    summary = "NTK by what the current text needs, plain inside the trained window"
+    source = "arXiv:2309.00071"
 
     reach: Annotated[float | None, Range(least=1)] = None
 

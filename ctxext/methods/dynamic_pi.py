@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 from jaxtyping import Float
 from torch import Tensor
@@ -31,9 +30,9 @@ class DynamicPI(GrowingMethod, RopeMethod, BiasMethod):
         for rotary models jquesnelle/yarn@995db5b, scaled_rope/LlamaDynamicScaledRotaryEmbedding.py.
     """
 
-    name: ClassVar[str] = "dynamic_pi"
-    summary: ClassVar[str] = "PI at the current length"
-    source: ClassVar[str] = "arXiv:2310.13017"
+    name = "dynamic_pi"
+    summary = "PI at the current length"
+    source = "arXiv:2310.13017"
 
     def frequencies(self, rope: RopeSpec, length: int) -> Frequencies:
         return Frequencies(

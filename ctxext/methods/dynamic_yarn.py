@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Literal
 
 from ctxext.methods.base import GrowingMethod, RopeMethod
 from ctxext.methods.parameters import Range
@@ -36,9 +36,9 @@ class DynamicYaRN(GrowingMethod, RopeMethod):
         Authors' code: jquesnelle/yarn@995db5b, scaled_rope/LlamaDynamicYaRNScaledRotaryEmbedding.py.
     """
 
-    name: ClassVar[str] = "dynamic_yarn"
-    summary: ClassVar[str] = "YaRN by what the current text needs, plain inside the trained window"
-    source: ClassVar[str] = "arXiv:2309.00071"
+    name = "dynamic_yarn"
+    summary = "YaRN by what the current text needs, plain inside the trained window"
+    source = "arXiv:2309.00071"
 
     beta_fast: Annotated[float, Range(above=0)] = 32.0
     beta_slow: Annotated[float, Range(above=0)] = 1.0

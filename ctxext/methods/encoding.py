@@ -158,7 +158,7 @@ class EncodingMethod(Method):
             ``"attention"`` is its.
     """
 
-    needs_training: ClassVar[bool] = True
+    needs_training = True
     shared: ClassVar[bool] = True
     carries: ClassVar[bool] = False
     form: ClassVar[EncodingForm]

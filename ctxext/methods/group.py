@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 
@@ -25,9 +24,9 @@ class Group(TableMethod):
         src/encoder_model.py.
     """
 
-    name: ClassVar[str] = "group"
-    summary: ClassVar[str] = "neighbouring positions share a learned row"
-    source: ClassVar[str] = "arXiv:2404.12096"
+    name = "group"
+    summary = "neighbouring positions share a learned row"
+    source = "arXiv:2404.12096"
 
     def rows(self, trained: int, target: int) -> Rows:
         return (torch.arange(target, device="cpu") * trained // target)[:, None], torch.ones(

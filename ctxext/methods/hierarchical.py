@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated, ClassVar
+from typing import Annotated
 
 import torch
 
@@ -32,9 +32,9 @@ class Hierarchical(TableMethod):
         (PositionEmbedding, hierarchical).
     """
 
-    name: ClassVar[str] = "hierarchical"
-    summary: ClassVar[str] = "keep the learned rows, move them for each further window"
-    source: ClassVar[str] = "kexue.fm/archives/7947"
+    name = "hierarchical"
+    summary = "keep the learned rows, move them for each further window"
+    source = "kexue.fm/archives/7947"
 
     alpha: Annotated[float, Range(above=0, below=1)] = 0.4
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any
 
 from ctxext.methods.base import RopeMethod
 from ctxext.methods.formulas import blend, turns_ramp
@@ -27,9 +27,9 @@ class Llama3(RopeMethod):
         Authors' code: meta-llama/llama-models@a9c89c4, models/llama3/model.py, ``apply_scaling``.
     """
 
-    name: ClassVar[str] = "llama3"
-    summary: ClassVar[str] = "NTK-by-parts between one and four turns, as Llama 3.1"
-    source: ClassVar[str] = "arXiv:2407.21783"
+    name = "llama3"
+    summary = "NTK-by-parts between one and four turns, as Llama 3.1"
+    source = "arXiv:2407.21783"
 
     low_freq_factor: Annotated[float, Range(above=0)] = 1.0
     high_freq_factor: Annotated[float, Range(above=0)] = 4.0

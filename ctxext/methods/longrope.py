@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, Literal
 
 import torch
 
@@ -37,9 +37,9 @@ class LongRoPE(RopeMethod):
         offered here). Authors' code: microsoft/LongRoPE@c9e56aa, rope/longrope.py.
     """
 
-    name: ClassVar[str] = "longrope"
-    summary: ClassVar[str] = "divide each frequency by its own searched factor"
-    source: ClassVar[str] = "arXiv:2402.13753"
+    name = "longrope"
+    summary = "divide each frequency by its own searched factor"
+    source = "arXiv:2402.13753"
 
     short_factor: Annotated[tuple[float, ...], Range(above=0, most=NEVER)]
     long_factor: Annotated[tuple[float, ...], Range(above=0, most=NEVER)]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any
 
 import torch
 
@@ -35,10 +35,10 @@ class NoPE(RopeMethod):
         frequencies by a factor loads the result.
     """
 
-    name: ClassVar[str] = "nope"
-    summary: ClassVar[str] = "no rotation at all; useless until it is trained so"
-    source: ClassVar[str] = "arXiv:2512.12167"
-    needs_training: ClassVar[bool] = True
+    name = "nope"
+    summary = "no rotation at all; useless until it is trained so"
+    source = "arXiv:2512.12167"
+    needs_training = True
 
     sharpening: Annotated[float, Range(least=0)] = 0.0
 

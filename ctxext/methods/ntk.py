@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, Literal
 
 from ctxext.methods.base import RopeMethod
 from ctxext.methods.formulas import as_longrope, clipped, ntk_base, plain_inv_freq
@@ -31,10 +31,10 @@ class NTK(RopeMethod):
         Authors' code: jquesnelle/yarn@995db5b, scaled_rope/LlamaNTKScaledRotaryEmbedding.py.
     """
 
-    name: ClassVar[str] = "ntk"
-    summary: ClassVar[str] = "raise the base: the lowest frequency divided by the factor"
-    source: ClassVar[str] = "arXiv:2309.00071"
-    later: ClassVar[tuple[str, ...]] = ("clip",)
+    name = "ntk"
+    summary = "raise the base: the lowest frequency divided by the factor"
+    source = "arXiv:2309.00071"
+    later = ("clip",)
 
     clip: Annotated[int | Literal["auto"] | None, Range(least=2, of="pairs")] = None
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any
 
 from ctxext.methods.base import RopeMethod
 from ctxext.methods.formulas import blend, turns_ramp
@@ -28,9 +28,9 @@ class NTKByParts(RopeMethod):
         scaled_rope/LlamaYaRNScaledRotaryEmbedding.py (that form is ``YaRN(ramp="index", attention_factor=1.0)``).
     """
 
-    name: ClassVar[str] = "ntk_by_parts"
-    summary: ClassVar[str] = "keep fast frequencies, divide slow ones; linear in turns"
-    source: ClassVar[str] = "arXiv:2309.00071"
+    name = "ntk_by_parts"
+    summary = "keep fast frequencies, divide slow ones; linear in turns"
+    source = "arXiv:2309.00071"
 
     alpha: Annotated[float, Range(above=0)] = 1.0
     beta: Annotated[float, Range(above=0)] = 32.0

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from jaxtyping import Float
@@ -32,9 +32,9 @@ class PI(RopeMethod, BiasMethod, TableMethod):
         tables dwzhu-pku/LongEmbed, issue 7.
     """
 
-    name: ClassVar[str] = "pi"
-    summary: ClassVar[str] = "divide frequencies (or ALiBi slopes, or places in a table) by the factor"
-    source: ClassVar[str] = "arXiv:2306.15595"
+    name = "pi"
+    summary = "divide frequencies (or ALiBi slopes, or places in a table) by the factor"
+    source = "arXiv:2306.15595"
 
     def frequencies(self, rope: RopeSpec, length: int) -> Frequencies:
         return Frequencies(plain_inv_freq(rope) / self.factor)

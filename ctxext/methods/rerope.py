@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Annotated, ClassVar
+from typing import Annotated
 
 from ctxext.methods.parameters import Range
 from ctxext.methods.remap import Piece, PositionMap, RemapMethod, Tokens, near_and_far, require_reach, tokens_of
@@ -35,9 +35,9 @@ class ReRoPE(RemapMethod):
     Source: Su, kexue.fm/9708. Author's code: bojone/rerope@acfe788, rerope_patch.py and leaky_rerope_patch.py.
     """
 
-    name: ClassVar[str] = "rerope"
-    summary: ClassVar[str] = "keep near positions, put all far tokens at one distance"
-    source: ClassVar[str] = "kexue.fm/9708"
+    name = "rerope"
+    summary = "keep near positions, put all far tokens at one distance"
+    source = "kexue.fm/9708"
 
     window: Annotated[float | None, Tokens] = None
     leak: Annotated[float, Range(least=0, below=1)] = 0.0

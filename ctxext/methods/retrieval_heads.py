@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, Literal
 
 from ctxext.methods.dual_chunk import DualChunk
 from ctxext.methods.parameters import MOST_TOKENS, Range, require
@@ -71,9 +71,9 @@ class RetrievalHeads(RemapMethod):
         al., arXiv:2401.01325. Nobody seems to have joined the two before.
     """
 
-    name: ClassVar[str] = "retrieval_heads"
-    summary: ClassVar[str] = "the few heads that retrieve read far, the others see the nearest tokens"
-    source: ClassVar[str] = "arXiv:2410.10819"
+    name = "retrieval_heads"
+    summary = "the few heads that retrieve read far, the others see the nearest tokens"
+    source = "arXiv:2410.10819"
 
     heads: Annotated[str | tuple[int, ...] | None, Range(least=0)] = None
     share: Annotated[float | None, Range(above=0, most=1)] = None

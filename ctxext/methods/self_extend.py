@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import Annotated, ClassVar
+from typing import Annotated
 
 from ctxext.methods.parameters import MOST_TOKENS, Range, require
 from ctxext.methods.remap import Piece, PositionMap, RemapMethod, Sinks, Tokens, near_and_far, require_reach, tokens_of
@@ -52,9 +52,9 @@ class SelfExtend(RemapMethod):
         below L and W / G is rounded down.
     """
 
-    name: ClassVar[str] = "self_extend"
-    summary: ClassVar[str] = "keep near positions, far tokens share positions in groups"
-    source: ClassVar[str] = "arXiv:2401.01325"
+    name = "self_extend"
+    summary = "keep near positions, far tokens share positions in groups"
+    source = "arXiv:2401.01325"
 
     window: Annotated[float, Tokens] = 0.5
     group: Annotated[int | None, Range(least=1, most=MOST_TOKENS, of="tokens")] = None

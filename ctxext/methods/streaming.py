@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated, ClassVar
+from typing import Annotated
 
 from ctxext.methods.parameters import MOST_TOKENS, Range, require
 from ctxext.methods.remap import Piece, PositionMap, RemapMethod, Sinks, Tokens, near_and_far, tokens_of
@@ -34,9 +34,9 @@ class Streaming(RemapMethod):
         streaming_llm/kv_cache.py. As there, positions are counted among the tokens in sight.
     """
 
-    name: ClassVar[str] = "streaming"
-    summary: ClassVar[str] = "see the first tokens and the nearest ones only"
-    source: ClassVar[str] = "arXiv:2309.17453"
+    name = "streaming"
+    summary = "see the first tokens and the nearest ones only"
+    source = "arXiv:2309.17453"
 
     sinks: Annotated[int, Range(least=1, most=MOST_TOKENS, of="tokens")] = 4
     window: Annotated[float | None, Tokens] = None

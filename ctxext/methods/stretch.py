@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated, ClassVar
+from typing import Annotated
 
 import torch
 
@@ -32,9 +32,9 @@ class Stretch(TableMethod):
         model/longclip.py (load_from_clip); rows behind the last trained one continue its last step, as there.
     """
 
-    name: ClassVar[str] = "stretch"
-    summary: ClassVar[str] = "keep the first learned rows, interpolate between the others"
-    source: ClassVar[str] = "arXiv:2403.15378"
+    name = "stretch"
+    summary = "keep the first learned rows, interpolate between the others"
+    source = "arXiv:2403.15378"
 
     keep: Annotated[int, Range(least=0, most=MOST_TOKENS, of="rows")] = 20
 

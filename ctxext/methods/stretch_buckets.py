@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 from ctxext.methods.base import BucketMethod
 from ctxext.spec import BucketSpec
@@ -35,9 +34,9 @@ class StretchBuckets(BucketMethod):
         temperature: Chi, Fan and Rudnicky, arXiv:2311.00684.
     """
 
-    name: ClassVar[str] = "stretch_buckets"
-    summary: ClassVar[str] = "T5: the far buckets of distances reach further"
-    source: ClassVar[str] = "arXiv:1910.10683"
+    name = "stretch_buckets"
+    summary = "T5: the far buckets of distances reach further"
+    source = "arXiv:1910.10683"
 
     def max_distance(self, spec: BucketSpec) -> int:
         return round(spec.max_distance * self.factor)

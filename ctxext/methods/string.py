@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any
 
 from ctxext.methods.parameters import require
 from ctxext.methods.remap import Piece, PositionMap, RemapMethod, Tokens, near_and_far, require_reach, tokens_of
@@ -35,9 +35,9 @@ class STRING(RemapMethod):
         prefill counts the key at distance ``shift`` in both parts and decoding in one; here each key counts once.
     """
 
-    name: ClassVar[str] = "string"
-    summary: ClassVar[str] = "shift far tokens nearer, into well-trained positions"
-    source: ClassVar[str] = "arXiv:2410.18745"
+    name = "string"
+    summary = "shift far tokens nearer, into well-trained positions"
+    source = "arXiv:2410.18745"
 
     shift: Annotated[float | None, Tokens] = None
     local: Annotated[float, Tokens] = 128

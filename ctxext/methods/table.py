@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any
 
 import torch
 
@@ -31,9 +31,9 @@ class Table(RopeMethod):
     Source: Su et al., arXiv:2104.09864, section 3.4.2, which fixes nothing about the frequencies but their number.
     """
 
-    name: ClassVar[str] = "table"
-    summary: ClassVar[str] = "the frequencies that you give"
-    source: ClassVar[str] = "arXiv:2104.09864"
+    name = "table"
+    summary = "the frequencies that you give"
+    source = "arXiv:2104.09864"
 
     inv_freq: Annotated[tuple[float, ...], Range(least=0)]
     attention_scale: Annotated[float, Range(above=0)] = 1.0

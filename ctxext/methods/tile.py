@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 
@@ -26,9 +25,9 @@ class Tiling(TableMethod):
         are kept, and the last copy may end early.
     """
 
-    name: ClassVar[str] = "tile"
-    summary: ClassVar[str] = "repeat the learned rows from the first on"
-    source: ClassVar[str] = "arXiv:2004.05150"
+    name = "tile"
+    summary = "repeat the learned rows from the first on"
+    source = "arXiv:2004.05150"
 
     def rows(self, trained: int, target: int) -> Rows:
         return (torch.arange(target, device="cpu") % trained)[:, None], torch.ones(

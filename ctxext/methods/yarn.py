@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, Literal
 
 import torch
 from jaxtyping import Float
@@ -54,10 +54,10 @@ class YaRN(RopeMethod):
         dwzhu-pku/PoSE@a3d4ba8, src/my_modeling_llama.py, ``revised_yarn``. ``mscale``: arXiv:2405.04434, section 3.1.4.
     """
 
-    name: ClassVar[str] = "yarn"
-    summary: ClassVar[str] = "keep fast frequencies, divide slow ones, sharpen attention"
-    source: ClassVar[str] = "arXiv:2309.00071"
-    later: ClassVar[tuple[str, ...]] = ("divisor", "clip")
+    name = "yarn"
+    summary = "keep fast frequencies, divide slow ones, sharpen attention"
+    source = "arXiv:2309.00071"
+    later = ("divisor", "clip")
 
     beta_fast: Annotated[float, Range(above=0)] = 32.0
     beta_slow: Annotated[float, Range(above=0)] = 1.0

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated, ClassVar
+from typing import Annotated
 
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
 from ctxext.laboratory.scores import PairScore
-from ctxext.methods.encoding import Encoding, EncodingForm, EncodingMethod, EncodingSpec, Pairs
+from ctxext.methods.encoding import Encoding, EncodingMethod, EncodingSpec, Pairs
 from ctxext.methods.parameters import Range
 
 
@@ -32,11 +32,11 @@ class CoPE(EncodingMethod):
         projects/cope/src/cope/context_position.py. Vectors begin at zero, shared by heads, others in each layer.
     """
 
-    name: ClassVar[str] = "cope"
-    summary: ClassVar[str] = "positions count the tokens that a query's gate opens for"
-    source: ClassVar[str] = "arXiv:2405.18719"
-    shared: ClassVar[bool] = False
-    form: ClassVar[EncodingForm] = "scores"
+    name = "cope"
+    summary = "positions count the tokens that a query's gate opens for"
+    source = "arXiv:2405.18719"
+    shared = False
+    form = "scores"
 
     places: Annotated[int, Range(least=2, most=65536)] = 64
 

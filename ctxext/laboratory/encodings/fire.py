@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated, ClassVar
+from typing import Annotated
 
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
 from ctxext.laboratory.scores import PairScore
-from ctxext.methods.encoding import Encoding, EncodingForm, EncodingMethod, EncodingSpec, Pairs
+from ctxext.methods.encoding import Encoding, EncodingMethod, EncodingSpec, Pairs
 from ctxext.methods.parameters import MOST_TOKENS, Range
 
 
@@ -37,11 +37,11 @@ class FIRE(EncodingMethod):
         network; the text of the paper, which may let them share one, was not at hand.
     """
 
-    name: ClassVar[str] = "fire"
-    summary: ClassVar[str] = "a learned function of distance relative to the query's position"
-    source: ClassVar[str] = "arXiv:2310.04418"
-    shared: ClassVar[bool] = False
-    form: ClassVar[EncodingForm] = "scores"
+    name = "fire"
+    summary = "a learned function of distance relative to the query's position"
+    source = "arXiv:2310.04418"
+    shared = False
+    form = "scores"
 
     width: Annotated[int, Range(least=1, most=4096)] = 32
     threshold: Annotated[int, Range(least=0, most=MOST_TOKENS, of="tokens")] = 0

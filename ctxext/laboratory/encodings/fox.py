@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -11,7 +10,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from ctxext.laboratory.scores import PairScore
-from ctxext.methods.encoding import Encoding, EncodingForm, EncodingMethod, EncodingSpec, Pairs
+from ctxext.methods.encoding import Encoding, EncodingMethod, EncodingSpec, Pairs
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,12 +35,12 @@ class FoX(EncodingMethod):
         and a bias that begins at 0.
     """
 
-    name: ClassVar[str] = "fox"
-    summary: ClassVar[str] = "scores decay by learned forget gates between query and key"
-    source: ClassVar[str] = "arXiv:2503.02130"
-    shared: ClassVar[bool] = False
-    carries: ClassVar[bool] = True
-    form: ClassVar[EncodingForm] = "scores"
+    name = "fox"
+    summary = "scores decay by learned forget gates between query and key"
+    source = "arXiv:2503.02130"
+    shared = False
+    carries = True
+    form = "scores"
 
     def build(self, spec: EncodingSpec) -> Encoding:
         return _Gates(spec)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Annotated, ClassVar
+from typing import Annotated
 
 import torch
 import torch.nn.functional as F
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from ctxext.kernels import AttentionBackend, Call
 from ctxext.kernels.sdpa import Sdpa
-from ctxext.methods.encoding import Encoding, EncodingForm, EncodingMethod, EncodingSpec, Pairs, Weighting
+from ctxext.methods.encoding import Encoding, EncodingMethod, EncodingSpec, Pairs, Weighting
 from ctxext.methods.parameters import MOST_TOKENS, Range, require
 
 BLOCK = 128
@@ -44,11 +44,11 @@ class HierarchicalSummary(EncodingMethod):
         values.
     """
 
-    name: ClassVar[str] = "hierarchical_summary"
-    summary: ClassVar[str] = "a window of tokens, and summaries of blocks that grow with distance"
-    source: ClassVar[str] = "ctxext's own, in no paper"
-    shared: ClassVar[bool] = False
-    form: ClassVar[EncodingForm] = "attention"
+    name = "hierarchical_summary"
+    summary = "a window of tokens, and summaries of blocks that grow with distance"
+    source = "ctxext's own, in no paper"
+    shared = False
+    form = "attention"
 
     window: Annotated[int, Range(least=0, most=MOST_TOKENS, of="tokens")] = 0
 

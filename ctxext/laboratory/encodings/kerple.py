@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
-from typing import ClassVar
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from ctxext.laboratory.scores import ByDistance, PairScore
-from ctxext.methods.encoding import Encoding, EncodingForm, EncodingMethod, EncodingSpec, Pairs
+from ctxext.methods.encoding import Encoding, EncodingMethod, EncodingSpec, Pairs
 
 LEAST = 0.01
 
@@ -32,10 +31,10 @@ class KERPLE(EncodingMethod):
         megatron/mpu/layers.py, ParallelKerpleLog: p drawn from 0 to 2 and a from 0 to 1, both at least 0.01.
     """
 
-    name: ClassVar[str] = "kerple"
-    summary: ClassVar[str] = "score minus a learned multiple of the logarithm of distance"
-    source: ClassVar[str] = "arXiv:2205.09921"
-    form: ClassVar[EncodingForm] = "scores"
+    name = "kerple"
+    summary = "score minus a learned multiple of the logarithm of distance"
+    source = "arXiv:2205.09921"
+    form = "scores"
 
     def build(self, spec: EncodingSpec) -> Encoding:
         return _Logarithms(spec.num_heads)

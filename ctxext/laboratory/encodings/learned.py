@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from ctxext.errors import InvalidParameterError
-from ctxext.methods.encoding import Encoding, EncodingForm, EncodingMethod, EncodingSpec
+from ctxext.methods.encoding import Encoding, EncodingMethod, EncodingSpec
 from ctxext.methods.parameters import checked_rows
 
 
@@ -30,10 +29,10 @@ class Learned(EncodingMethod):
         openai/gpt-2@c2dae27, src/model.py, which draws them half as widely.
     """
 
-    name: ClassVar[str] = "learned"
-    summary: ClassVar[str] = "one learned vector per position, added to the embeddings"
-    source: ClassVar[str] = "arXiv:1705.03122"
-    form: ClassVar[EncodingForm] = "input"
+    name = "learned"
+    summary = "one learned vector per position, added to the embeddings"
+    source = "arXiv:1705.03122"
+    form = "input"
 
     def build(self, spec: EncodingSpec) -> Encoding:
         return _PositionVectors(checked_rows(self.name, self.target_length(spec.trained_length)), spec)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from ctxext.errors import IncompatibleError
 from ctxext.laboratory.encodings.householder import Transitions
 from ctxext.laboratory.scores import PairScore
-from ctxext.methods.encoding import Encoding, EncodingForm, EncodingMethod, EncodingSpec, Pairs
+from ctxext.methods.encoding import Encoding, EncodingMethod, EncodingSpec, Pairs
 from ctxext.methods.parameters import Range
 
 WIDTH = 3
@@ -48,12 +48,12 @@ class PaTH(EncodingMethod):
         transformers holds.
     """
 
-    name: ClassVar[str] = "path"
-    summary: ClassVar[str] = "every token transforms the queries that reach over it"
-    source: ClassVar[str] = "arXiv:2505.16381"
-    shared: ClassVar[bool] = False
-    carries: ClassVar[bool] = True
-    form: ClassVar[EncodingForm] = "scores"
+    name = "path"
+    summary = "every token transforms the queries that reach over it"
+    source = "arXiv:2505.16381"
+    shared = False
+    carries = True
+    form = "scores"
     forgets: ClassVar[bool] = False
 
     rank: Annotated[int, Range(least=1, most=4096)] = 32

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 from ctxext.laboratory.encodings.path import PaTH
 
@@ -27,6 +26,6 @@ class PaTHFoX(PaTH):
         by the scale of the scores, ``1 / sqrt(head_dim)``, which ``fox`` does not do.
     """
 
-    name: ClassVar[str] = "path_fox"
-    summary: ClassVar[str] = "path, and scores decay by learned forget gates between query and key"
-    forgets: ClassVar[bool] = True
+    name = "path_fox"
+    summary = "path, and scores decay by learned forget gates between query and key"
+    forgets = True

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
 from ctxext.laboratory.scores import PairScore
-from ctxext.methods.encoding import Encoding, EncodingForm, EncodingMethod, EncodingSpec, Pairs
+from ctxext.methods.encoding import Encoding, EncodingMethod, EncodingSpec, Pairs
 from ctxext.methods.parameters import Range
 
 BASE = 10000.0
@@ -34,10 +34,10 @@ class Sandwich(EncodingMethod):
         meta-pytorch/attention-gym@7fdb85d, attn_gym/mods/sandwich.py.
     """
 
-    name: ClassVar[str] = "sandwich"
-    summary: ClassVar[str] = "score plus the product of two positions' sinusoids"
-    source: ClassVar[str] = "arXiv:2212.10356"
-    form: ClassVar[EncodingForm] = "scores"
+    name = "sandwich"
+    summary = "score plus the product of two positions' sinusoids"
+    source = "arXiv:2212.10356"
+    form = "scores"
 
     dimensions: Annotated[int, Range(least=2, most=4096, step=2)] = 128
 

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated, ClassVar
+from typing import Annotated
 
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
 from ctxext.laboratory.scores import PairScore
-from ctxext.methods.encoding import Encoding, EncodingForm, EncodingMethod, EncodingSpec, Pairs
+from ctxext.methods.encoding import Encoding, EncodingMethod, EncodingSpec, Pairs
 from ctxext.methods.parameters import Range
 
 
@@ -33,11 +33,11 @@ class Shaw(EncodingMethod):
         tensorflow/tensor2tensor@75b75f2, tensor2tensor/layers/common_attention.py, dot_product_attention_relative.
     """
 
-    name: ClassVar[str] = "shaw"
-    summary: ClassVar[str] = "queries times a learned vector per distance"
-    source: ClassVar[str] = "arXiv:1803.02155"
-    shared: ClassVar[bool] = False
-    form: ClassVar[EncodingForm] = "scores"
+    name = "shaw"
+    summary = "queries times a learned vector per distance"
+    source = "arXiv:1803.02155"
+    shared = False
+    form = "scores"
 
     clip: Annotated[int, Range(least=1, most=65536, of="tokens")] = 16
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Annotated, ClassVar
+from typing import Annotated
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from ctxext.methods.encoding import Encoding, EncodingForm, EncodingMethod, EncodingSpec
+from ctxext.methods.encoding import Encoding, EncodingMethod, EncodingSpec
 from ctxext.methods.parameters import MOST_BASE, Range
 
 
@@ -34,10 +34,10 @@ class Sinusoidal(EncodingMethod):
         tensor2tensor/layers/common_attention.py, get_timing_signal_1d, which puts all sines before all cosines.
     """
 
-    name: ClassVar[str] = "sinusoidal"
-    summary: ClassVar[str] = "sines and cosines of the position, added to the embeddings"
-    source: ClassVar[str] = "arXiv:1706.03762"
-    form: ClassVar[EncodingForm] = "input"
+    name = "sinusoidal"
+    summary = "sines and cosines of the position, added to the embeddings"
+    source = "arXiv:1706.03762"
+    form = "input"
 
     base: Annotated[float, Range(above=1, most=MOST_BASE)] = 10000.0
     amplitude: Annotated[float | None, Range(above=0)] = None

@@ -5,14 +5,14 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import partial
-from typing import Annotated, ClassVar
+from typing import Annotated
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from ctxext.laboratory.scores import ByDistance, PairScore
-from ctxext.methods.encoding import Encoding, EncodingForm, EncodingMethod, EncodingSpec, Pairs
+from ctxext.methods.encoding import Encoding, EncodingMethod, EncodingSpec, Pairs
 from ctxext.methods.parameters import MOST_TOKENS, Range, require
 
 
@@ -36,10 +36,10 @@ class T5Bias(EncodingMethod):
         mesh_tensorflow/transformer/transformer_layers.py, _relative_position_bucket; the buckets of its causal form.
     """
 
-    name: ClassVar[str] = "t5_bias"
-    summary: ClassVar[str] = "a learned score per bucket of distances, as T5 has"
-    source: ClassVar[str] = "arXiv:1910.10683"
-    form: ClassVar[EncodingForm] = "scores"
+    name = "t5_bias"
+    summary = "a learned score per bucket of distances, as T5 has"
+    source = "arXiv:1910.10683"
+    form = "scores"
 
     buckets: Annotated[int, Range(least=2, most=65536)] = 32
     max_distance: Annotated[int, Range(least=2, most=MOST_TOKENS, of="tokens")] = 128
