@@ -24,7 +24,6 @@ import typer
 from torch import Tensor
 
 from ctxext.kernels import BACKENDS, AttentionBackend, Layout, Need
-from ctxext.kernels.flex import Flex
 from ctxext.measuring.checkpoint import DTYPES
 from ctxext.methods.formulas import alibi_slopes
 
@@ -33,8 +32,6 @@ Run = Callable[[QKV], Tensor]
 PLAIN = "plain causal SDPA"
 DENSE = "dense bias, prepared"
 EAGER = "eager ALiBi, as stock BLOOM"
-CUTOFF = 60.0
-"""Of the window per head: what lies farther than this over the slope is dropped (see ``ctxext.kernels.flex``)."""
 DENSE_LIMIT = 8 << 30
 """Bytes of bias or scores beyond which what holds them all is left out: it says so in the table."""
 
@@ -89,8 +86,6 @@ def variants(setting: Setting) -> dict[str, Run | str]:
         if name == "sdpa":
             found["sdpa, no bias"] = _call(backend, setting, layout, None)
         found[f"{name}, ALiBi"] = _why_not(backend, setting) or _call(backend, setting, layout, slopes)
-    windowed = Flex(cutoff=CUTOFF)
-    found[f"flex, cutoff {CUTOFF:g}"] = _why_not(windowed, setting) or _call(windowed, setting, layout, slopes)
     found[DENSE] = _dense(setting, slopes)
     found[EAGER] = _eager(setting, slopes)
     return found

@@ -28,7 +28,7 @@ ROOMS = [
 
 # What a change may not exceed: the figures of ``scripts/house.py``, rounded up. Lower each when its figure falls.
 CEILINGS = {
-    "tokens of code": 361_935,
+    "tokens of code": 361_559,
     "lines that the first patch loads": 8_994,
     "files that the first patch loads": 47,
     "lines of the core": 5_004,
@@ -43,11 +43,11 @@ CEILINGS = {
     "functions without an imperative": 0,
     "lines of __all__": 0,
     "lines of JSON in ctxext/": 326,
-    "lines of scripts/": 5_696,
-    "lines of tests/": 50_074,
-    "lines to read: add a frequency method": 1_291,
+    "lines of scripts/": 5_691,
+    "lines of tests/": 50_011,
+    "lines to read: add a frequency method": 1_292,
     "lines to read: mend a defect of unpatch": 1_505,
-    "lines to read: add a family": 1_731,
+    "lines to read: add a family": 1_730,
     "lines to read: mend a defect of caches": 2_596,
     "lines to read: add a column to the perplexity report": 1_324,
     "look-ups of the base model and its text config": 71,

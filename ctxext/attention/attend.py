@@ -23,7 +23,7 @@ from ctxext.core.scaling import heads_of
 from ctxext.core.steps import ExtendedPart, register_description
 from ctxext.core.subject import Subject
 from ctxext.errors import BackendUnavailableError, IncompatibleError
-from ctxext.kernels import AttentionBackend, Call, Layout, Need, named, require_usable, select
+from ctxext.kernels import AttentionBackend, Call, Layout, Need, require_usable, select
 from ctxext.methods import EncodingMethod
 from ctxext.spec import Description
 
@@ -45,11 +45,6 @@ class Backends:
 
     def __post_init__(self) -> None:
         require_usable(self.name)
-
-    def notes(self) -> tuple[str, ...]:
-        """Return the notes for a user about a backend that was named."""
-        approximation = None if self.name == "auto" else named(self.name).approximation
-        return () if approximation is None else (approximation,)
 
     def for_(self, need: Need) -> AttentionBackend:
         """Return the backend that serves such a call."""

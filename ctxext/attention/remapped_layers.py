@@ -174,4 +174,4 @@ def install_pieces(
     install_attention(subject, site, by_layer, edits, left=share.left)
     exact = attend.exact_length
     first = (f"Texts of up to {exact:,} tokens are read as without the extension.",) if exact else ()
-    return (*first, *share.notes(), *notes, *attend.backends.notes())
+    return (*first, *share.notes(), *notes)

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import re
 import sys
 from collections.abc import Mapping
-from dataclasses import fields, is_dataclass
 
 from ctxext.errors import BackendUnavailableError, UnknownNameError
 from ctxext.kernels.base import AttentionBackend, Call, Need
@@ -38,22 +36,10 @@ NEWEST = ("flash3", "flash4")
 
 
 def named(name: str) -> AttentionBackend:
-    """Build a backend from its name, which may carry one number: ``"flex(cutoff=60)"``.
-
-    Raises:
-        UnknownNameError: if the backend or the parameter does not exist.
-        InvalidParameterError: if a value is outside its range.
-    """
-    parts = re.fullmatch(r"(\w+)(?:\((\w+)=([+-]?\d+(?:\.\d*)?(?:[eE][+-]?\d+)?)\))?", str(name))
-    if parts is None or parts[1] not in BACKENDS:
+    """Build a backend from its name; raise ``UnknownNameError`` if there is none of it."""
+    if name not in BACKENDS:
         raise UnknownNameError.of("attention backend", name, [*BACKENDS, "auto"])
-    backend = BACKENDS[parts[1]]
-    if parts[2] is None:
-        return backend()
-    known: list[str] = [field.name for field in fields(backend)] if is_dataclass(backend) else []
-    if parts[2] not in known:
-        raise UnknownNameError.of(f"parameter of attention backend {parts[1]!r}", parts[2], known or ["none"])
-    return backend(**{parts[2]: float(parts[3])})
+    return BACKENDS[name]()
 
 
 def check_name(name: str) -> None:
@@ -82,7 +68,7 @@ def select(name: str, need: Need) -> tuple[AttentionBackend, dict[str, str]]:
     """Choose a backend for a call.
 
     Args:
-        name: a backend's name as ``named`` takes it, or ``"auto"`` for the first of ``NEWEST``, where they are meant
+        name: a backend's name, or ``"auto"`` for the first of ``NEWEST``, where they are meant
             for the device, and ``PREFERENCE`` that can serve the call.
 
     Returns:

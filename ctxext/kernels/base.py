@@ -278,11 +278,6 @@ class AttentionBackend(ABC):
             dv[there] += weights.transpose(-1, -2) @ up
         return dq, dk, dv
 
-    @property
-    def approximation(self) -> str | None:
-        """Description of the approximation, with a bound of its error; None for an exact backend."""
-        return None
-
     @abstractmethod
     def attend(self, call: Call) -> Float[Tensor, "batch heads query value_dim"]:
         """Compute a call that this backend serves; only ``run`` calls this."""

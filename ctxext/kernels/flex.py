@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any, no_type_check
 
 import torch
@@ -13,7 +11,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, create_block_mask, flex_attention
 
-from ctxext.errors import BackendUnavailableError, InvalidParameterError
+from ctxext.errors import BackendUnavailableError
 from ctxext.kernels.base import AttentionBackend, Call, Need
 from ctxext.kernels.blocks import PartRule
 from ctxext.kernels.layout import Layout
@@ -25,38 +23,16 @@ BLOCK = 128
 KINDS = 256
 
 
-@dataclass(frozen=True)
 class Flex(AttentionBackend):
     """FlexAttention: exact float32 bias inside the kernel; invisible blocks are skipped.
 
-    Pick it on CUDA for head dimensions at which eight more columns cost a lot (128), for windows, and with ``cutoff``
-    for very long contexts. It compiles for seconds at first use, and has no backward on CPU.
-
-    Args:
-        cutoff: the c of a window per head, at least 1. Blocks of keys all farther than ``c / slope`` are dropped,
-            an approximation: with ``c = ln(length / tolerance) + 2 S``, where no score without bias is above S, they
-            have at most ``tolerance`` of a row's weight together. None for an exact result.
+    Pick it on CUDA for head dimensions at which eight more columns cost a lot (128), and for windows. It compiles for
+    seconds at first use, and has no backward on CPU.
     """
 
     name = "flex"
     summary = "FlexAttention: float32 bias and soft caps in the kernel, block-sparse masks"
     softcaps = True
-
-    cutoff: float | None = None
-
-    def __post_init__(self) -> None:
-        if self.cutoff is not None and not self.cutoff >= 1:
-            raise InvalidParameterError(f"cutoff must be at least 1, found {self.cutoff}.")
-
-    @property
-    def approximation(self) -> str | None:
-        if self.cutoff is None:
-            return None
-        return (
-            f"Keys farther than {self.cutoff:g} / slope are dropped. With n keys and scores of at most S without bias, "
-            f"a head's weights change by at most n * exp(2 S - {self.cutoff:g}) of their sum: "
-            f"{32768 * math.exp(20 - self.cutoff):.1g} at n = 32768 and S = 10."
-        )
 
     def why_not(self, need: Need) -> str | None:
         if need.device not in ("cpu", "cuda"):
@@ -88,11 +64,7 @@ class Flex(AttentionBackend):
             not torch.is_grad_enabled()
         ):  # on CPU it refuses tensors that require a gradient, even without a backward pass
             q, k, v = q.detach(), k.detach(), v.detach()
-        cutoff = None if slopes is None else self.cutoff
-        owner = None if cutoff is None else slopes
-        mask = layout.memo(
-            ("block mask", window, cutoff), lambda: block_mask(layout, window, slopes=owner, cutoff=cutoff), owner=owner
-        )
+        mask = layout.memo(("block mask", window), lambda: block_mask(layout, window))
         kernel: Callable[..., Any] = flex_attention
         if not torch.compiler.is_compiling():
             kernel = _compiled(q.device.type)
@@ -230,14 +202,12 @@ def _mask_mod(layout: Layout, window: int | None) -> Callable[..., Tensor]:
     return mask_mod
 
 
-def block_mask(
-    layout: Layout, window: int | None = None, *, slopes: Tensor | None = None, cutoff: float | None = None
-) -> BlockMask:
+def block_mask(layout: Layout, window: int | None = None) -> BlockMask:
     """Return the layout's visibility in blocks, from the extremes of each block's positions and documents.
 
     Memory is one byte per *block*, while ``create_block_mask`` evaluates every pair (10 GB at 8K tokens and 16 heads).
     A block that may hold a visible pair is kept and masked pair by pair; a block that is surely visible throughout
-    needs no mask; blocks farther than ``cutoff / slope`` are dropped.
+    needs no mask.
     """
     queries = _extremes(layout.query_positions, layout.query_documents)
     keys = _extremes(layout.key_positions, layout.key_documents)
@@ -254,9 +224,6 @@ def block_mask(
         some = some & (nearest < window)
         every = every & (farthest < window)
     some, every = some[:, None], (every & some)[:, None]
-    if slopes is not None and cutoff is not None:
-        near = nearest[:, None] * slopes.double()[None, :, None, None] <= cutoff
-        some, every = some & near, every & near
     partial_count, partial = _ordered(some & ~every)
     full_count, full = _ordered(every)
     return BlockMask.from_kv_blocks(

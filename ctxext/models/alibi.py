@@ -142,7 +142,6 @@ class AlibiArchitecture(Architecture):
             stored_as="the checkpoint's own ALiBi" if plain else "config.ctxext; stock code refuses the checkpoint",
             stock=plain,
             fingerprint=bias_fingerprint(method, alibi),
-            notes=attend.backends.notes(),
             attention=request.attention or "auto",
             original=original,
         )

@@ -94,7 +94,7 @@ def replace_rotation(
         stored_as=f"rope_type {UNROTATED_NAME!r}, which only ctxext loads",
         stock=False,
         fingerprint=fingerprint,
-        notes=(*notes, *backends.notes(), *([window] if window else [])),
+        notes=(*notes, *([window] if window else [])),
         sliding_window=request.sliding_window,
         scaling=request.scaling,
         attention=request.attention or "auto",

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
-from ctxext.errors import BackendUnavailableError, InvalidParameterError, UnknownNameError
-from ctxext.kernels import BACKENDS, PREFERENCE, Need, named, select
+from ctxext.errors import BackendUnavailableError, UnknownNameError
+from ctxext.kernels import BACKENDS, PREFERENCE, Need, select
 from ctxext.kernels.flash import INSTALLED
-from ctxext.kernels.flex import Flex
-from ctxext.kernels.sdpa import Sdpa
 
 HOPPER = Need(device="cuda", capability=(9, 0), dtype=torch.bfloat16, biased=True)
 
@@ -85,29 +82,3 @@ def test_soft_caps_go_to_the_first_that_has_them(monkeypatch: pytest.MonkeyPatch
 def test_a_named_backend_never_falls_back(name: str, need: Need, error: type[Exception], said: str) -> None:
     with pytest.raises(error, match=said):
         select(name, need)
-
-
-def test_a_name_may_carry_one_number() -> None:
-    flex = named("flex(cutoff=60)")
-    assert isinstance(flex, Flex)
-    assert flex.cutoff == 60
-    assert "60 / slope" in (flex.approximation or "")
-    assert named("flex").approximation is None
-    assert isinstance(named("sdpa"), Sdpa)
-
-
-@pytest.mark.parametrize(
-    ("name", "error", "said"),
-    [
-        ("flax", UnknownNameError, "Did you mean 'flex'"),
-        ("flex(cutof=60)", UnknownNameError, "Did you mean 'cutoff'"),
-        ("flex(cutoff=0.5)", InvalidParameterError, "cutoff must be at least 1, found 0.5"),
-        ("reference(x=1)", UnknownNameError, "parameter of attention backend 'reference'"),
-        ("flex(cutoff=60", UnknownNameError, "attention backend"),
-        ("flex(cutoff=-2e1)", InvalidParameterError, "cutoff must be at least 1, found -20.0"),
-        *((f"flex(cutoff={number})", UnknownNameError, "attention backend") for number in ("1.2.3", "e", "-")),
-    ],
-)
-def test_a_name_that_cannot_be_built_says_why(name: str, error: type[Exception], said: str) -> None:
-    with pytest.raises(error, match=re.escape(said)):
-        named(name)
