@@ -28,7 +28,7 @@ ROOMS = [
 
 # What a change may not exceed: the figures of ``scripts/house.py``, rounded up. Lower each when its figure falls.
 CEILINGS = {
-    "tokens of code": 361_559,
+    "tokens of code": 361_567,
     "lines that the first patch loads": 8_994,
     "files that the first patch loads": 47,
     "lines of the core": 5_004,

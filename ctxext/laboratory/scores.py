@@ -135,10 +135,11 @@ class ByDistance(PairScore):
 
 def _with_columns(score: PairScore, call: Call) -> tuple[Tensor, Tensor, Tensor]:
     """Return q, k and v of a call whose score is a product of further dimensions, put in front of q and k."""
-    columns, (batch, heads) = score.columns(), call.q.shape[:2]
-    room = -columns[0].shape[-1] % COLUMNS  # head dimensions are multiples of 8, for fused kernels
-    query, key = (F.pad(part, (0, room)).expand(batch, heads, -1, -1).to(call.q.dtype) for part in columns)
-    return _put_in_front(call, query / call.scale, key)
+    (query, key), (batch, heads) = score.columns(), call.q.shape[:2]
+    room = -query.shape[-1] % COLUMNS  # head dimensions are multiples of 8, for fused kernels
+    query = query / call.scale
+    query, key = (F.pad(part, (0, room)).expand(batch, heads, -1, -1).to(call.q.dtype) for part in (query, key))
+    return _put_in_front(call, query, key)
 
 
 def _with_places(score: PairScore, call: Call) -> tuple[Tensor, Tensor, Tensor]:
