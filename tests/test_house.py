@@ -28,8 +28,8 @@ ROOMS = [
 
 # What a change may not exceed: the figures of ``scripts/house.py``, rounded up. Lower each when its figure falls.
 CEILINGS = {
-    "tokens of code": 361_567,
-    "lines that the first patch loads": 8_994,
+    "tokens of code": 361_574,
+    "lines that the first patch loads": 8_997,
     "files that the first patch loads": 47,
     "lines of the core": 5_004,
     "files of the core": 23,
@@ -44,7 +44,7 @@ CEILINGS = {
     "lines of __all__": 0,
     "lines of JSON in ctxext/": 326,
     "lines of scripts/": 5_691,
-    "lines of tests/": 50_011,
+    "lines of tests/": 50_038,
     "lines to read: add a frequency method": 1_292,
     "lines to read: mend a defect of unpatch": 1_505,
     "lines to read: add a family": 1_730,

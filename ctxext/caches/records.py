@@ -394,6 +394,8 @@ def owned(kind: Any) -> Any:
         return kind
 
     class Owned(kind):  # type: ignore[misc]
+        _layer_type = None  # as long as it is made: transformers registers a class that has one for all new caches
+
         def update(self, *args: Any, **kwargs: Any) -> Any:
             under = current_pass.under and current_pass.under[0]
             if not torch.compiler.is_compiling() and under != getattr(self, EXTENSION):
@@ -416,6 +418,7 @@ def owned(kind: Any) -> Any:
         def __reduce_ex__(self, protocol: Any) -> Any:
             return _reclaimed, (kind,), vars(self)
 
+    del Owned._layer_type
     for name in ("__name__", "__qualname__", "__module__"):
         setattr(Owned, name, getattr(kind, name))
     setattr(Owned, PLAIN, kind)
