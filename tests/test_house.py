@@ -44,7 +44,7 @@ CEILINGS = {
     "lines of __all__": 0,
     "lines of JSON in ctxext/": 326,
     "lines of scripts/": 5_691,
-    "lines of tests/": 50_038,
+    "lines of tests/": 50_037,
     "lines to read: add a frequency method": 1_292,
     "lines to read: mend a defect of unpatch": 1_505,
     "lines to read: add a family": 1_730,

@@ -67,7 +67,7 @@ class Pairs:
     scale: float
     visible: Callable[[slice], Tensor]
     places: Int[Tensor, "rows query"]
-    carried: Float[Tensor, "batch heads key numbers"] | None = None
+    carried: Float[Tensor, "batch any_heads key numbers"] | None = None
     key_documents: Int[Tensor, "rows key"] | None = None
 
     @property

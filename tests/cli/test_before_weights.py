@@ -31,7 +31,6 @@ MISTAKES = {
     **{f"eval {name} HERE {GOOD} -t SHORT": TOO_SHORT for name in ("perplexity", "compare -o OUT")},
     **{f"eval {name} EXTENDED --reference EXTENDED": "is extended itself" for name in (*ASKED, "perplexity -t LONG")},
     f"eval perplexity HERE {GOOD} -t LONG --memory 1MiB": "found --memory",
-    f"eval perplexity HERE {GOOD} -t LONG --tokens 9": "--tokens is for windows that slide",
     "eval masked BERT -m yarn -f 2": "yarn",
     "eval masked BERT -m pi -f 2 -t SHORT": TOO_SHORT,
     "eval masked BERT -m pi -f 2 -l 4096": "4,096 tokens",
