@@ -101,7 +101,7 @@ def check_score(method: EncodingMethod, definition: Definition, monkeypatch: pyt
         right = _pair_by_pair(definition, encoding, tensors, layout)
         exact = _gradients(right, wanted)
         for name, size in (("reference", None), ("sdpa", None), ("sdpa", 1)):
-            monkeypatch.setattr(scores, "BYTES", 64 * 2**20 if size is None else 4 * 8 * 4 * 16 * 2)
+            monkeypatch.setattr(scores, "BIAS_BYTES", 64 * 2**20 if size is None else 4 * 8 * 4 * 16 * 2)
             found = _attend(name, encoding, tensors, layout)
             torch.testing.assert_close(found, right, rtol=1e-9, atol=1e-10, msg=lambda said, at=where: f"{at}: {said}")
             torch.testing.assert_close(_gradients(found, wanted), exact, rtol=1e-8, atol=1e-9)

@@ -28,13 +28,13 @@ ROOMS = [
 
 # What a change may not exceed: the figures of ``scripts/house.py``, rounded up. Lower each when its figure falls.
 CEILINGS = {
-    "tokens of code": 361_574,
+    "tokens of code": 361_556,
     "lines that the first patch loads": 8_997,
     "files that the first patch loads": 47,
     "lines of the core": 5_004,
     "files of the core": 23,
     "long functions without a comment": 2,
-    "stiff constructions": 260,
+    "stiff constructions": 254,
     "arguments without a noun": 0,
     "classes of evaluation/": 53,
     "files that one patch enters": 28,

@@ -55,7 +55,8 @@ class EncodingAttend:
         """Compute the attention of one layer, ``[batch, heads, seq, head_dim]``."""
         q, k, v = as_autocast_wants(*layer[:3])
         with without_autocast(q.device):
-            call, score = layer._replace(q=q, k=k, v=v).call(), self._score(layer._replace(q=q, k=k, v=v))
+            layer = layer._replace(q=q, k=k, v=v)
+            call, score = layer.call(), self._score(layer)
             if score is None:
                 return self.backends.for_(call.need).run(call)
             return score.attend(call, self.backends.for_(replace(call.need, encoded=True)))

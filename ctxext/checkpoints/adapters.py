@@ -243,7 +243,7 @@ def _adopt(adapters: Any, base: Any, edits: Edits, *, saving: bool = False) -> N
 def save_adapters(model: Any, save_directory: StrPath, *args: Any, **kwargs: Any) -> None:
     """Save the adapters of a model as its class does, and put the extension of their base next to each.
 
-    A PEFT model whose base is extended has this in place of ``save_pretrained``, whose names of arguments it takes.
+    A PEFT model with an extended base calls this as its ``save_pretrained``. The arguments have the same names.
     """
     directory = Path(save_directory)
     places = [directory if name == "default" else directory / name for name in model.peft_config]

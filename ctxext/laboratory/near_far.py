@@ -27,7 +27,7 @@ QUERIES = 256
 
 
 def has_far_keys(call: Call, band: int) -> bool:
-    """Return whether the call is one whole text with some keys beyond the band, which is so many tokens wide."""
+    """Return whether the call is one whole text, with keys beyond a band of so many tokens."""
     layout = call.layout
     if call.window is not None or call.dropout or call.need.compiling:
         return False
@@ -41,7 +41,7 @@ def attend_near_far(
     """Compute a call for which ``has_far_keys`` holds, differentiable in all its inputs.
 
     Args:
-        above: near keys' scores minus those of far keys, by distance.
+        above: surplus of near keys' scores over far keys', by distance.
     """
     band, q, heads = above.shape[3], call.q, call.q.shape[1]
     k, v = expand_heads(call.k, heads), expand_heads(call.v, heads)

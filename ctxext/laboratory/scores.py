@@ -1,8 +1,8 @@
 """Scores that encodings add to the products of queries and keys, and the backend that adds them.
 
-A score is one of four, of which a fused kernel computes all but the last without a number for every pair: a product of
-further dimensions of q and k (``columns``); the difference of two places, in such dimensions too (``places``); equal
-for all far keys (``far_from``); any number for each pair (``rows``), for some queries at a time.
+A score has one of four forms. It is a product of further dimensions of q and k (``columns``); the difference of two
+places, in such dimensions too (``places``); equal for all far keys (``far_from``); or any number for each pair
+(``rows``). Fused kernels compute the first three. The last is computed for some queries at a time.
 """
 
 from __future__ import annotations
@@ -21,12 +21,9 @@ from ctxext.kernels import AttentionBackend, Call
 from ctxext.kernels.base import evened, expand_heads
 from ctxext.kernels.blocks import by_some_queries
 from ctxext.kernels.columns import COLUMNS, columns_of, require_half
-from ctxext.kernels.sdpa import FusedKernel, Sdpa, bias_dtype
+from ctxext.kernels.sdpa import BIAS_BYTES, FusedKernel, Sdpa, bias_dtype
 from ctxext.laboratory.near_far import attend_near_far, has_far_keys
 from ctxext.methods.encoding import Pairs, Weighting
-
-BYTES = 64 * 2**20
-"""Memory in bytes for the scores of pairs, which are materialised for as many queries at a time as fit."""
 
 
 class PairScore(Weighting):
@@ -175,7 +172,7 @@ def _by_rows(score: PairScore, call: Call, *, fused: bool) -> Tensor:
     """
     kernel, layout, heads = FusedKernel(call.need, call.scale, call.dropout), call.layout, call.q.shape[1]
     k, v = expand_heads(call.k, heads), expand_heads(call.v, heads)
-    size = max(1, BYTES // (4 * score.floats * layout.batch * k.shape[2]))
+    size = max(1, BIAS_BYTES // (4 * score.floats * layout.batch * k.shape[2]))
 
     def attend(rows: slice, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         visible = layout.visible(call.window, queries=rows)[:, None]

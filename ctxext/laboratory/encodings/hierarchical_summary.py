@@ -36,7 +36,7 @@ class HierarchicalSummary(EncodingMethod):
 
     Args:
         factor: target_length / trained_length. Dimensionless, at least 1. Says how far the model is meant to read;
-            summaries of larger blocks than those of the target length share one learned score.
+            blocks larger than the target length has share one learned score.
         window: tokens that a query sees one by one, itself included, at least 1; 0 for an eighth of the trained length.
 
     Source: ctxext's own, in no paper. Nearest kin: log-linear attention, Guo et al., arXiv:2506.04761, whose partition
@@ -91,7 +91,7 @@ class _WindowAndSummaries(Weighting):
         starts = F.pad(self.documents.diff(dim=1) != 0, (1, 0), value=True)
         self.ranks = places - torch.where(starts, places, 0).cummax(1).values
         self.at = self.of_slot.gather(1, pairs.places)
-        # Padding stands at any key; a query that is a token at its own.
+        # Padding has any place. A token has the place of its own key.
         is_token = pairs.key_positions.gather(1, pairs.places) == pairs.query_positions
         if pairs.key_documents is not None:
             is_token = is_token & (pairs.key_documents.gather(1, pairs.places) >= 0)
@@ -141,7 +141,7 @@ class _WindowAndSummaries(Weighting):
         return scores[:, min(level, scores.shape[1] - 1), None].view(*self.q.shape[1:3], 1)
 
     def _mixed(self, of_levels: list[Tensor]) -> tuple[Tensor, Tensor]:
-        """Return the share of each block, and that of the window: ``[batch, kv_heads, shared, query, level or 1]``."""
+        """Return the shares of each block and of the window: ``[batch, kv_heads, shared, query, level or 1]``."""
         scores = torch.stack(of_levels, -1)
         here = self.has_block[:, None, None]
         some = here.any(-1, keepdim=True)

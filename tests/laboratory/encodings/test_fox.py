@@ -98,7 +98,7 @@ def test_is_what_the_authors_reference_computes(monkeypatch: pytest.MonkeyPatch)
             keep = torch.arange(k.shape[2]) >= torch.tensor(case["seq_start"])[:, None]
             layout = Layout.padded(keep, query=q.shape[2])
         for name, size in (("reference", None), ("sdpa", None), ("sdpa", 1)):
-            monkeypatch.setattr(scores, "BYTES", 64 * 2**20 if size is None else 4 * 16 * 16 * 2)
+            monkeypatch.setattr(scores, "BIAS_BYTES", 64 * 2**20 if size is None else 4 * 16 * 16 * 2)
             score = encoding_of(FoX()).score(pairs_of(q, k, layout, gates[..., None]))
             out = attended(name, score, q, k, v, layout, scale=case["scale"])
             found = [out, *torch.autograd.grad(out, wanted, up)]

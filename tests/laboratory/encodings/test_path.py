@@ -83,7 +83,7 @@ def test_is_its_definition_forward_and_backward(name: str, where: str, monkeypat
     exact = torch.autograd.grad(right, wanted, grad)
     q, k, v, states = tensors
     for backend, size in (("reference", None), ("sdpa", None), ("sdpa", 1)):
-        monkeypatch.setattr(scores, "BYTES", 64 * 2**20 if size is None else 4 * 32 * 16 * 3)
+        monkeypatch.setattr(scores, "BIAS_BYTES", 64 * 2**20 if size is None else 4 * 32 * 16 * 3)
         score = encoding.score(pairs_of(q, k, layout, encoding.carried(states)))
         found = attended(backend, score, q, k, v, layout)
         torch.testing.assert_close(found, right, rtol=1e-9, atol=1e-10)
