@@ -130,16 +130,7 @@ def inspect_checkpoint(
     Raises:
         CheckpointError: nothing readable there.
     """
-    if trained_length is not None:
-        checked_tokens("trained_length", trained_length, least=2)
-    checked_path(place, location)
-    config = read_any_config(place, trust_remote_code=trust_remote_code, **location)
-    saved = saved_extension(config, os.fspath(place))
-    if saved is not None and trained_length is not None:
-        _, saved = arguments_over(config, saved, ExtensionArguments(method=None, trained_length=trained_length))
-        if saved is None:
-            del config.ctxext
-    plain = config if saved is None else plain_config(config, saved)
+    config, saved, plain = _read(place, trained_length, trust_remote_code, location)
     model = _shortest(plain, trust_remote_code)
     subject = Subject.of(model)
     refuse_lost_share(subject, os.fspath(place))
@@ -255,6 +246,22 @@ def _long_already(config: Any, known: int | None, verdicts: Sequence[MethodCheck
         yield fits_unextended(native, [verdict.method for verdict in verdicts if verdict.refused is None])
 
 
+def _read(
+    place: StrPath, trained_length: int | None, trust_remote_code: bool, location: dict[str, Any]
+) -> tuple[Any, dict[str, Any] | None, Any]:
+    """Return a checkpoint's config, the extension that a new method would take off, and the config without it."""
+    if trained_length is not None:
+        checked_tokens("trained_length", trained_length, least=2)
+    checked_path(place, location)
+    config = read_any_config(place, trust_remote_code=trust_remote_code, **location)
+    saved = saved_extension(config, os.fspath(place))
+    if saved is not None and trained_length is not None:
+        _, saved = arguments_over(config, saved, ExtensionArguments(method=None, trained_length=trained_length))
+        if saved is None:
+            del config.ctxext
+    return config, saved, config if saved is None else plain_config(config, saved)
+
+
 def rope_of_checkpoint(
     place: StrPath, *, trained_length: int | None = None, trust_remote_code: bool = False
 ) -> RopeSpec:
@@ -264,15 +271,9 @@ def rope_of_checkpoint(
         CheckpointError: nothing readable there.
         IncompatibleError: no rotary positions, or no trained length.
     """
-    if trained_length is not None:
-        checked_tokens("trained_length", trained_length, least=2)
-    checked_path(place, {})
-    config = read_any_config(place, trust_remote_code=trust_remote_code)
-    saved = saved_extension(config, os.fspath(place))
-    plain = config if saved is None else plain_config(config, saved)
-    model = meta_model(plain, trust_remote_code=trust_remote_code)
-    subject = Subject.of(model)
-    known = trained_length or trained_length_of(subject)
+    _, saved, plain = _read(place, trained_length, trust_remote_code, {})
+    subject = Subject.of(meta_model(plain, trust_remote_code=trust_remote_code))
+    known = trained_length or (trained_length_of(subject) if saved is None else saved["trained_length"])
     if known is None:
         raise IncompatibleError(f"The config of {place} does not say its trained length; give --trained-length.")
     _, reason, spec = _positions(subject, known)

@@ -15,14 +15,14 @@ from transformers import LlamaForCausalLM, PreTrainedModel
 
 import ctxext
 from ctxext.checkpoints.gguf_file import GGUFFile
-from ctxext.checkpoints.inspect import Inspection, inspect_adapter, inspect_checkpoint
+from ctxext.checkpoints.inspect import Inspection, inspect_adapter, inspect_checkpoint, rope_of_checkpoint
 from ctxext.checkpoints.load import load_saved
 from ctxext.checkpoints.write import patch_checkpoint
 from ctxext.core.rotary import find_sites
 from ctxext.core.subject import Subject
 from ctxext.errors import CheckpointError, CtxextError, PatchStateError
 from ctxext.methods import Method, known_methods
-from ctxext.spec import LLAMA
+from ctxext.spec import LLAMA, RopeSpec
 from tests._checkpoints import rewrite, try_only
 from tests._famous import famous_checkpoint
 from tests._gguf import write_gguf
@@ -39,7 +39,7 @@ ELSEWHERE += [("bloom", "alibi"), ("mpt", "alibi"), ("t5", "stretch_buckets")]
 ENCODINGS = [name for name, kind in known_methods().items() if kind.needs_training]
 
 
-@pytest.fixture
+@pytest.fixture(autouse=True)
 def short(monkeypatch: pytest.MonkeyPatch) -> None:
     """Only two methods are tried, and no runtime, for time; which of them apply is another test's matter."""
     try_only(monkeypatch, "yarn", "longrope")
@@ -65,7 +65,6 @@ def require_right(found: Inspection, method: Method) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("short")
 @pytest.mark.parametrize("name", some([*FOR_LLAMA, *ENCODINGS], "self_extend", "alibi", "dpe", "fox", "nope", "yarn"))
 def test_a_llama_saved_with_any_method_rotates_plainly_before_it(name: str, tmp_path: Path) -> None:
     method = saved(tiny(), name, tmp_path)
@@ -77,7 +76,6 @@ def test_a_llama_saved_with_any_method_rotates_plainly_before_it(name: str, tmp_
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("short")
 @pytest.mark.parametrize("case", some(ELSEWHERE, ("gpt2", "pi"), ("bert", "hierarchical"), *ELSEWHERE[-3:]))
 def test_a_model_without_rotations_is_described_as_before(case: tuple[str, str], tmp_path: Path) -> None:
     model_type, name = case
@@ -94,7 +92,6 @@ def test_a_model_without_rotations_is_described_as_before(case: tuple[str, str],
 
 
 @pytest.mark.nightly
-@pytest.mark.usefixtures("short")
 @pytest.mark.parametrize("model_type", MODELS)
 def test_every_method_on_every_rotary_model(model_type: str, tmp_path: Path) -> None:
     tiny(model_type).save_pretrained(tmp_path / "plain")
@@ -128,7 +125,6 @@ def test_the_command_says_the_same(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("short")
 def test_what_an_extension_lifted_is_there_again(tmp_path: Path) -> None:
     """A window of all layers that was lifted caps the next extension too."""
     model = tiny("mistral", sliding_window=32)
@@ -139,7 +135,6 @@ def test_what_an_extension_lifted_is_there_again(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("short")
 @pytest.mark.parametrize("scaling", ["extend", "replace"])
 def test_an_extension_of_a_scaled_checkpoint(scaling: str, tmp_path: Path) -> None:
     """The method is proven on what the extension started from, by the answer that was given then."""
@@ -155,7 +150,24 @@ def test_an_extension_of_a_scaled_checkpoint(scaling: str, tmp_path: Path) -> No
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("short")
+@pytest.mark.parametrize("given", [None, 2 * TRAINED_LENGTH, TRAINED_LENGTH])
+def test_pictures_of_an_extended_checkpoint(given: int | None, tmp_path: Path) -> None:
+    """They begin where the next extension would: at the plain rotation, or at the one that the weights know."""
+    yarn = ctxext.methods.YaRN(factor=2.0)
+    ctxext.patch(tiny(max_position_embeddings=999), yarn, trained_length=TRAINED_LENGTH).save_pretrained(tmp_path)
+    rope = rope_of_checkpoint(tmp_path, trained_length=given)
+    plain = RopeSpec(rotary_dim=32, base=10000.0, trained_length=TRAINED_LENGTH)
+    assert rope.trained_length == (given or TRAINED_LENGTH)
+    if given == 2 * TRAINED_LENGTH:
+        extended = yarn.frequencies(plain, given).inv_freq
+        torch.testing.assert_close(torch.tensor(rope.inv_freq), extended.float(), rtol=1e-6, atol=0.0)
+    else:
+        assert rope.inv_freq is None
+    with pytest.raises(PatchStateError, match="trained_length=999 contradicts that"):
+        rope_of_checkpoint(tmp_path, trained_length=999)
+
+
+@pytest.mark.slow
 def test_what_others_extended_was_trained_with_that(tmp_path: Path) -> None:
     """As Llama 3.1 was, so that nobody has to say for which length."""
     rope = {"rope_type": "llama3", "rope_theta": 5e5, "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
@@ -167,7 +179,6 @@ def test_what_others_extended_was_trained_with_that(tmp_path: Path) -> None:
 
 
 @pytest.mark.nightly
-@pytest.mark.usefixtures("short")
 def test_extended_twice_and_by_a_choice(tmp_path: Path) -> None:
     tiny().save_pretrained(tmp_path / "plain")
     patch_checkpoint(tmp_path / "plain", tmp_path / "once", "rerope", factor=2.0)
@@ -183,7 +194,6 @@ def test_extended_twice_and_by_a_choice(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("short")
 def test_both_sides_of_an_encoder_decoder(tmp_path: Path) -> None:
     config = tiny_config("t5gemma")
     ctxext.patch(tiny_model(config), "self_extend", factor=4).save_pretrained(tmp_path)
@@ -215,7 +225,6 @@ def counting(reads: Any, opened: list[Path]) -> Any:
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("short")
 def test_a_gguf_file_that_ctxext_extended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model: Any = tiny(vocab_size=64)
     assert isinstance(model, LlamaForCausalLM)

@@ -20,7 +20,7 @@ from tests.walk.tiny import TRAINED_LENGTH
 TARGET = 4 * TRAINED_LENGTH
 
 
-@pytest.fixture
+@pytest.fixture(autouse=True)
 def few(monkeypatch: pytest.MonkeyPatch) -> None:
     """A small population, so that there are rounds."""
     for name, value in {"POPULATION": 6, "PARENTS": 3, "NEW": 2}.items():
@@ -29,7 +29,6 @@ def few(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("search", list(compare_searches.SEARCHES))
-@pytest.mark.usefixtures("few")
 def test_a_search_keeps_to_its_passes_and_its_seed(search: str) -> None:
     model = tiny(num_hidden_layers=1)
     rope = find_sites(Subject.of(model), TRAINED_LENGTH)[0].spec
@@ -50,7 +49,6 @@ def test_a_search_keeps_to_its_passes_and_its_seed(search: str) -> None:
     assert found[0].isfinite().all()
 
 
-@pytest.mark.usefixtures("few")
 def test_the_genetic_search_has_divisors_that_never_fall_and_all_three_seeds(monkeypatch: pytest.MonkeyPatch) -> None:
     rope = find_sites(Subject.of(tiny()), TRAINED_LENGTH)[0].spec
     given: dict[str, Any] = {"model": None, "rope": rope, "target": TARGET, "batch": None}
@@ -81,7 +79,6 @@ def test_the_genetic_search_has_divisors_that_never_fall_and_all_three_seeds(mon
 
 
 @pytest.mark.nightly
-@pytest.mark.usefixtures("few")
 def test_the_script_prints_a_table_and_goes_on_where_it_ended(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

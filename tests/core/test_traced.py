@@ -13,10 +13,9 @@ from tests._products import some
 from tests.walk.tiny import TRAINED_LENGTH
 
 LENGTHS = torch.export.Dim("length", min=20, max=4 * TRAINED_LENGTH)
+pytestmark = [pytest.mark.nightly, pytest.mark.usefixtures("_for_compiling")]
 
 
-@pytest.mark.nightly
-@pytest.mark.usefixtures("_for_compiling")
 @pytest.mark.parametrize("model_type", some(["bloom", "llama"], "llama"))
 def test_a_recorded_program_gives_the_same_logits_at_every_length(model_type: str) -> None:
     model = ctxext.patch(tiny(model_type), "alibi", factor=4.0, trained_length=TRAINED_LENGTH)
@@ -28,16 +27,12 @@ def test_a_recorded_program_gives_the_same_logits_at_every_length(model_type: st
         torch.testing.assert_close(found, logits(model, tokens(length)), atol=1e-5, rtol=0)
 
 
-@pytest.mark.nightly
-@pytest.mark.usefixtures("_for_compiling")
 def test_recording_leaves_nothing_without_data_in_the_live_model() -> None:
     model, again = (ctxext.patch(tiny("bloom"), "alibi", factor=4.0, trained_length=TRAINED_LENGTH) for _ in range(2))
     torch.export.export(model, (), {"input_ids": tokens(40), "use_cache": False}, strict=False)
     assert torch.equal(logits(model, tokens()), logits(again, tokens()))
 
 
-@pytest.mark.nightly
-@pytest.mark.usefixtures("_for_compiling")
 @pytest.mark.parametrize("method", ["self_extend", "streaming", "rerope", "dual_chunk"])
 def test_pieces_in_a_program_for_every_length_are_refused_by_name(method: str) -> None:
     model = ctxext.patch(tiny(), method, factor=4.0)
@@ -50,8 +45,6 @@ def test_pieces_in_a_program_for_every_length_are_refused_by_name(method: str) -
         torch.jit.trace(_logits_of(model), tokens(96), check_trace=False)
 
 
-@pytest.mark.nightly
-@pytest.mark.usefixtures("_for_compiling")
 @pytest.mark.parametrize("method", some(["self_extend", "streaming", "rerope", "dual_chunk"], "self_extend"))
 def test_pieces_in_a_program_for_one_length_are_exact_and_so_is_what_it_is_decomposed_into(method: str) -> None:
     model = ctxext.patch(tiny(), method, factor=4.0)

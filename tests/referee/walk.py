@@ -442,7 +442,6 @@ class Walk:
             self.model(ids, labels=ids, use_cache=False).loss.backward()
         self.model.eval()
         self.model.gradient_checkpointing_disable()
-        self.model.disable_input_require_grads()  # a hook that no pickle takes
         self.model.disable_input_require_grads()  # transformers leaves a hook that no pickle takes
         rights = self.truth.gradients(ids[0], self.fitted(ids.shape[1], None), names)
         for name, right in zip(names, rights, strict=True):

@@ -142,8 +142,11 @@ class Session:
             Exit: with code 130 on Ctrl-C.
         """
         mine, path = survey.begin(), survey.journal.path
+        said = f"{len(survey.keys)} jobs"  # such as "14 jobs, 5 of them finished before"
+        said += f", {survey.finished} of them finished before" if survey.finished else ""
+        said += f"; {len(mine)} for this process of {self.group.processes}" if self.group.processes > 1 else ""
         kept = f"Each is kept in {path}." if path else "--output FILE would keep each that is finished."
-        self.console.print(f"{amount_of_work(survey, mine)}. {kept}")
+        self.console.print(f"{said}. {kept}")
         with ending_on_interrupt(self.console, survey), self.bar(cost_of(mine)) as bar:
             survey.measure(mine, progress=bar)
 
@@ -177,16 +180,6 @@ def texts_in_words(corpus: Corpus) -> str:
 def lengths_of(readers: Sequence[Reader]) -> list[int]:
     """Return all lengths at which any reading is measured, in tokens, increasing."""
     return sorted({length for reader in readers for length in reader.lengths})
-
-
-def amount_of_work(survey: Survey[Any], mine: Sequence[Job]) -> str:
-    """Say how much a survey has to do, and this process of it, such as ``14 jobs, 5 of them finished before``."""
-    finished, processes = survey.finished, survey.group.processes
-    return (
-        f"{len(survey.keys)} jobs"
-        + (f", {finished} of them finished before" if finished else "")
-        + (f"; {len(mine)} for this process of {processes}" if processes > 1 else "")
-    )
 
 
 def cost_of(jobs: Sequence[Job]) -> float:
