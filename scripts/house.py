@@ -43,7 +43,7 @@ TASKS = {
     ),
     "mend a defect of unpatch": (
         *("ctxext/core/edits.py", "ctxext/core/patching.py", "ctxext/core/steps.py", "ctxext/core/override.py"),
-        *("tests/core/test_edits.py", "tests/test_patching.py"),
+        *("tests/core/test_edits.py", "tests/core/test_patching.py"),
     ),
     "add a family": (
         *("ctxext/core/architecture.py", "ctxext/core/edits.py", "ctxext/core/subject.py", "ctxext/core/steps.py"),
@@ -54,7 +54,7 @@ TASKS = {
         "docs/concepts/token.md",
         *("ctxext/caches/held.py", "ctxext/attention/engines.py", "ctxext/attention/remap.py"),
         *("ctxext/attention/positions.py", "ctxext/kernels/layout.py", "ctxext/kernels/pieces.py"),
-        "tests/contracts/test_remap_cache.py",
+        "tests/caches/test_held.py",
     ),
     "add a column to the perplexity report": (
         *("ctxext/evaluation/perplexity.py", "ctxext/evaluation/perplexity_result.py"),

@@ -21,7 +21,7 @@ floor)
     sed -n '/^dependencies/,/^]/s/.*"\(.*\)>=\([0-9.]*\)".*/\1==\2/p' pyproject.toml | grep -v ^torch >>"$constraints"
     "$venv/bin/python" -m pip install --quiet --constraint "$constraints" --editable . pytest beartype
     "$venv/bin/python" -m pytest -o addopts="-q --strict-markers" -m "not slow and not nightly" \
-        tests/methods tests/kernels tests/models tests/planning tests/test_patching.py tests/test_saved.py
+        tests/methods tests/kernels tests/models tests/planning tests/core/test_patching.py tests/core/test_saved.py
     # Whatever transformers itself pins follows its own version.
     grep -vE '^(transformers|tokenizers|huggingface_hub|safetensors|typer)==' .ci/constraints.txt >"$constraints"
     oldest typer >>"$constraints"

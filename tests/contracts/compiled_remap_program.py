@@ -1,4 +1,4 @@
-"""Run by test_remap_cache and test_caches in a process of its own: steps as one graph, and whole texts around theirs.
+"""Run by test_held and test_caches in a process of its own: steps as one graph, and whole texts around theirs.
 
 A graph replays what it captured, so that numbers are compared at every token across the borders of a method, after the
 cache lost tokens, got its rows in another order, and began another text; shapes would stay right where these go wrong.

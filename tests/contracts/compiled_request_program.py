@@ -1,4 +1,4 @@
-"""Run by test_requests in its own process: growth="request" is one graph for a step, whatever lengths are declared."""
+"""Run by test_generation in a process: growth="request" is one graph for a step, whatever lengths are declared."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from transformers import CompileConfig, PreTrainedModel, StaticCache
 import ctxext
 from ctxext.errors import InvalidParameterError, PatchStateError
 from tests._models import logits, tokens
-from tests.contracts.test_requests import EVERY, METHODS, TOTAL, build, padded, stepped
+from tests.caches.test_generation import EVERY, METHODS, TOTAL, build, padded, stepped
 from tests.walk.tiny import TRAINED_LENGTH
 
 

@@ -35,6 +35,7 @@ VLLM = ("-m", "vllm.entrypoints.openai.api_server", "--host", "127.0.0.1", "--dt
 RAISED = ("--hf-overrides", f'{{"max_position_embeddings": {LENGTH}}}')  # the window alone: its rope flags left out
 MLX_LM = ("-m", "mlx_lm", "server", "--host", "127.0.0.1")
 WAIT = 300  # seconds for a server to start
+pytestmark = pytest.mark.nightly
 
 
 def llama() -> LlamaForCausalLM:
@@ -114,7 +115,6 @@ def checked(files: Path, url: str, computes: str, *more: object, name: str = "ya
     return result.stdout
 
 
-@pytest.mark.nightly
 def test_ours_of_another_method(files: Path) -> None:
     plain = load_served(str(files / "plain"), "pi", factor=FACTOR, dtype="fp32")
     with answering(plain) as server:
@@ -123,7 +123,6 @@ def test_ours_of_another_method(files: Path) -> None:
     assert "answers 245 tokens, states 256; extended 256, trained 64" in said  # 256 less 12 of a text, and one more
 
 
-@pytest.mark.nightly
 @pytest.mark.parametrize("name", ["plain", "yarn"])
 def test_transformers(files: Path, name: str) -> None:
     with serving(*TRANSFORMERS, files / name) as url:
@@ -131,7 +130,6 @@ def test_transformers(files: Path, name: str) -> None:
     assert "compared by text" in said
 
 
-@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("file", "flags", "window"),
     [
@@ -151,7 +149,6 @@ def test_llama_cpp(files: Path, file: str, flags: tuple[str, ...], window: int) 
     assert f"answers {window} tokens" in said
 
 
-@pytest.mark.nightly
 @pytest.mark.parametrize(("name", "flags"), [("yarn", ()), ("plain", RAISED)], ids=["extended", "ignored"])
 def test_vllm(files: Path, name: str, flags: tuple[str, ...]) -> None:
     if (python := os.environ.get("CTXEXT_VLLM")) is None:
@@ -162,7 +159,6 @@ def test_vllm(files: Path, name: str, flags: tuple[str, ...]) -> None:
     assert "states 256" in said
 
 
-@pytest.mark.nightly
 @pytest.mark.parametrize(("name", "computes"), [("yarn", "as extended"), ("mixtral", "not extended")])
 def test_mlx_lm(files: Path, name: str, computes: str, tmp_path: Path) -> None:
     """Its Mixtral has files that say YaRN, and ignores them by itself."""

@@ -20,7 +20,7 @@ from ctxext.errors import IncompatibleError, InvalidParameterError
 from ctxext.training.lora import attach_lora
 from ctxext.training.parallel import launched_parallelism, release_attention, require_carried, whole_sequence
 from tests._models import tiny, tokens
-from tests.attention.test_wiring import FALCON
+from tests.attention.test_attend import FALCON
 
 LENGTH = 96
 

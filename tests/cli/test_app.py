@@ -20,7 +20,7 @@ from ctxext.laboratory.pictures.frequencies import bands, shown_by_default, spee
 from ctxext.methods import METHODS, known_methods
 from ctxext.methods.ntk import NTK
 from ctxext.spec import LLAMA
-from tests._checkpoints import SHAPE, TRAINED
+from tests._checkpoints import SHAPE, TRAINED, try_only
 from tests._famous import famous_checkpoint
 from tests._gguf import write_gguf
 from tests._programs import command
@@ -47,8 +47,7 @@ def inspected(llama: Path) -> tuple[str, Any]:
 @pytest.fixture
 def _few_methods(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let ``inspect`` try some of its methods, where a test does not ask for all of them."""
-    few = {name: known_methods()[name] for name in ("fox", "ntk", "pi", "string", "yarn")}
-    monkeypatch.setattr("ctxext.checkpoints.inspect.known_methods", lambda: few)
+    try_only(monkeypatch, "fox", "ntk", "pi", "string", "yarn")
 
 
 @pytest.mark.slow
