@@ -126,6 +126,8 @@ def refuse_no_weights(folder: Path) -> None:
     """Raise ``CheckpointError`` for the directory of a whole model without safetensors weights."""
     is_whole = [(folder / name).is_file() for name in CONFIGS] == [True, False]
     if is_whole and not any(map(is_weight, folder.iterdir())):
+        for file in sorted(folder.glob("*.gguf")):
+            raise CheckpointError(f"{folder} has its weights in a GGUF file, which is to be named itself: {file}.")
         others = ", ".join(sorted(item.name for item in folder.iterdir() if item.suffix in OTHER_WEIGHTS))
         raise CheckpointError(
             f"{folder} has no safetensors weights (found: {others or 'no weights at all'}); other formats can run code "
@@ -272,9 +274,10 @@ def whole_files(directory: Path, last: Sequence[str]) -> Iterator[Path]:
 
 def _put_in_place(half: Path, directory: Path, last: Sequence[str]) -> None:
     files = [path for path in half.rglob("*") if path.is_file()]
-    for folder in {path.parent for path in files}:
-        place = directory / folder.relative_to(half)
+    places = {folder: directory / folder.relative_to(half) for folder in sorted({path.parent for path in files})}
+    for place in places.values():  # all of them before anything goes: a file may have the name of one
         place.mkdir(parents=True, exist_ok=True)
+    for folder, place in places.items():
         written = {path.name for path in files if path.parent == folder}
         for name in reversed(last):
             if not written.isdisjoint(last):  # of several processes all but one may write a tokenizer only

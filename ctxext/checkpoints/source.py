@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import re
@@ -61,10 +62,12 @@ REMOTE_MODULE = "ctxext_remote"
 class Contents:
     """The files of a checkpoint directory, sorted: weights and small files, and what an extended copy leaves out.
 
-    ``tensors`` holds the tensors of each weight file on the meta device, without numbers.
+    ``tensors`` holds the tensors of each weight file on the meta device, without numbers; ``named`` the files that the
+    model is read from.
     """
 
     weights: list[Path] = field(default_factory=list)
+    named: set[str] = field(default_factory=set)
     others: list[Path] = field(default_factory=list)
     left_out: list[str] = field(default_factory=list)
     tensors: dict[str, NamedTensors] = field(default_factory=dict)
@@ -74,6 +77,18 @@ class Contents:
         """The tensors that transformers reads: of one file, if it has the name of all weights."""
         whole = self.tensors.get(WHOLE)
         return whole or {name: tensor for tensors in self.tensors.values() for name, tensor in tensors.items()}
+
+    @property
+    def unread(self) -> list[Path]:
+        """The weight files that the model is not read from, such as the weights of a part that another program adds."""
+        read = self.named | ({WHOLE} & self.tensors.keys())
+        return [path for path in self.weights if read and path.name not in read]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The narrowest dtype that rounds no weight which transformers reads."""
+        floating = {tensor.dtype for tensor in self.stored.values() if tensor.is_floating_point()}
+        return functools.reduce(torch.promote_types, floating) if floating else torch.float32
 
 
 def read_any_config(
@@ -95,7 +110,8 @@ def read_any_config(
         VerificationError: somebody changed one of the two forms in which an extended config says its positions.
     """
     path = Path(place) / location.get("subfolder", "") / "config.json"
-    raw = PreTrainedConfig._decode_special_floats(read_json(path)) if path.is_file() else {}
+    has_config = path.is_file() and not location.get("gguf_file")  # a GGUF file has a config inside
+    raw = PreTrainedConfig._decode_special_floats(read_json(path)) if has_config else {}
     if "auto_map" in raw and raw.get("model_type") not in CONFIG_MAPPING and not trust_remote_code:
         raise CheckpointError(
             f"The config in {place} names Python code of its own (auto_map={raw['auto_map']}), which ctxext does not "
@@ -126,6 +142,8 @@ def read_any_config(
         raise CheckpointError(_misplaced(place, raw, error) or _unreadable(named, error)) from error
     if REMOTE_MODULE in str(getattr(config, "auto_map", "")):  # ctxext itself loads without this code
         del config.auto_map
+    if getattr(config, "_commit_hash", None) is None:  # which transformers before 5.24 or so keeps itself
+        config._commit_hash = location.get("revision")
     where = os.fspath(place)
     check_config(config, where)
     if "ctxext" in raw:
@@ -321,7 +339,7 @@ def _check_weights(source: Path, contents: Contents) -> None:
     refuse_no_weights(source)
     contents.tensors = tensors = {path.name: _tensors(path) for path in contents.weights}
     indices = [index for index in source.glob("*.safetensors.index.json") if not _is_other(index)]
-    named = {file for index in indices for file in _check_index(source, index, tensors)}
+    contents.named = named = {file for index in indices for file in _check_index(source, index, tensors)}
     unnamed = sorted(name for name in tensors.keys() - named if SHARD.fullmatch(name))
     if unnamed:  # nothing but an index tells how many files there are, and their content
         other_names = ", ".join(index.name for index in indices) or "no *.safetensors.index.json"
@@ -370,16 +388,20 @@ def _check_index(source: Path, index: Path, tensors: dict[str, NamedTensors]) ->
 
 
 def _tensors(path: Path) -> NamedTensors:
-    """Return the tensors of a safetensors file on the meta device; whole numbers are int64, all others float32.
+    """Return the tensors of a safetensors file on the meta device; whole numbers are int64, rare others float32.
 
     Opening the file checks its size and reads no weights.
     """
-    kinds = {True: torch.float32, False: torch.int64}
+    kinds = {"F64": torch.float64, "F16": torch.float16, "BF16": torch.bfloat16}
     try:
         with safe_open(path, framework="pt") as file:
             slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 - the file is not a dict
             return {
-                name: torch.empty(part.get_shape(), dtype=kinds["F" in part.get_dtype()], device="meta")
+                name: torch.empty(
+                    part.get_shape(),
+                    dtype=kinds.get(kind := part.get_dtype(), torch.float32 if "F" in kind else torch.int64),
+                    device="meta",
+                )
                 for name, part in slices.items()
             }
     except (OSError, SafetensorError) as error:

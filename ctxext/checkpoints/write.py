@@ -21,8 +21,15 @@ from transformers.modeling_utils import LoadStateDictConfig
 from ctxext.checkpoints.card import write_card
 from ctxext.checkpoints.classes import meta_model
 from ctxext.checkpoints.encodings import encoding_weights
-from ctxext.checkpoints.limits import copy_raised
-from ctxext.checkpoints.load import attached, load, load_saved, refuse_unfit, replaces_weights
+from ctxext.checkpoints.limits import copy_raised, reach_in
+from ctxext.checkpoints.load import (
+    attached,
+    load,
+    load_saved,
+    refuse_unfit,
+    refuse_without_method,
+    replaces_weights,
+)
 from ctxext.checkpoints.save import save
 from ctxext.checkpoints.source import (
     Contents,
@@ -53,6 +60,7 @@ from ctxext.files import (
     followed,
     gguf_at,
     hidden_beside,
+    is_choice,
     refuse_destination,
     whole_files,
 )
@@ -150,11 +158,13 @@ def patch_checkpoint(
             try:
                 partial.mkdir()
                 if is_rewritten:
-                    _write_weights(source, partial, contents, method, arguments, trust_remote_code)
-                changed, limits = _write_small_files(source, partial, contents, extended, description)
+                    _write_weights(
+                        source, partial, contents, method, arguments | {"trust_remote_code": trust_remote_code}
+                    )
+                changed, limits = _write_small_files(source, partial, contents, extended)
                 write_card(partial, model, name=destination.name, base=name, results=results, cuts=limits)
                 _prove_readable(partial, extended, trust_remote_code)
-                weights = [] if is_rewritten else contents.weights
+                weights = contents.unread if is_rewritten else contents.weights
                 linked, cloned = _place_weights(source, partial, weights, link, progress)
                 _refuse_destination(source, destination)  # a rename would replace an empty directory made meanwhile
                 partial.rename(destination)
@@ -201,6 +211,10 @@ def patch_with_draft(
     refuse_destination(beside)
     written = patch_checkpoint(source, destination, method, results=results, trained_length=trained_length, **given)
     same_length = given | {"factor": None, "target_length": written.description.target_length}
+    if method is not None and (not isinstance(method, str) or is_choice(method)):  # which hold the parameters
+        held = {name: value for name, value in (written.description.method or {}).items() if value is not None}
+        method = held.pop("method")
+        same_length |= {name: value for name, value in held.items() if name != "factor"}
     try:
         own = read_any_config(draft, trust_remote_code=given.get("trust_remote_code", False))
         if stated_length(text_of(own)) == trained_length:  # a scaled config must be told so, too
@@ -230,6 +244,7 @@ def _unpacked(
     if link:
         raise InvalidParameterError(f"link: the weights in {source} are written anew. Leave link out.")
     if method is None:
+        refuse_without_method(arguments, "a GGUF file is unpacked as it is")
         model: Any = load_saved(source, plain_class=AutoModelForCausalLM, dtype=torch.bfloat16)
     else:
         model = load(source, method, dtype=torch.bfloat16, **arguments)
@@ -290,18 +305,18 @@ def _write_weights(
     contents: Contents,
     method: str | Method | None,
     arguments: dict[str, Any],
-    trust_remote_code: bool,
 ) -> None:
-    """Load the weights, extend them and write them, with a new index where they fill several files."""
-    loading: dict[str, Any] = {"trust_remote_code": True} if trust_remote_code else {}
-    load(source, method, **arguments, **loading).save_pretrained(target)
+    """Load the weights, extend them and write them, with a new index where they fill several files.
+
+    They stay in the dtype that they have, whatever the config says: of several, in one that rounds none.
+    """
+    load(source, method, dtype=contents.dtype, **arguments).save_pretrained(target)
     contents.others = [path for path in contents.others if not path.name.endswith(".safetensors.index.json")]
 
 
-def _write_small_files(
-    source: Path, target: Path, contents: Contents, extended: Any, description: Description
-) -> tuple[list[str], list[str]]:
+def _write_small_files(source: Path, target: Path, contents: Contents, extended: Any) -> tuple[list[str], list[str]]:
     (target / "config.json").write_text(with_old_form(extended).to_json_string(use_diff=True), encoding="utf-8")
+    lengths = extended.ctxext["trained_length"], extended.ctxext["target_length"], reach_in(source)
     changed, limits = list[str](), list[str]()
     for path in contents.others:
         place = target / path.relative_to(source)
@@ -310,7 +325,7 @@ def _write_small_files(
         if path.parent != source:
             shutil.copyfile(real, place)
         else:
-            raised, stays = copy_raised(path, place, description.trained_length, description.target_length)
+            raised, stays = copy_raised(path, place, *lengths)
             changed, limits = changed + raised, limits + stays
     return changed, limits
 

@@ -119,9 +119,10 @@ def arguments_of(
 ) -> ExtensionArguments | dict[str, ExtensionArguments]:
     """Return the arguments that give a model this extension again; for an encoder-decoder, by side."""
     if sides := saved_sides(saved):
+        computed = [name for name, side in sides.items() if side["attention"]] or sides  # refused where there is none
         return {
             name: ExtensionArguments(
-                method=saved_method(side), **choices(side, attention if side["attention"] else None)
+                method=saved_method(side), **choices(side, attention if name in computed else None)
             )
             for name, side in sides.items()
         }

@@ -274,13 +274,16 @@ def published_json(config: Any) -> dict[str, Any]:
         return {}
     path = Path(name) / "config.json"
     if not path.is_file():
+        revision = getattr(config, "_commit_hash", None)
         try:
-            cached = try_to_load_from_cache(name, "config.json", revision=getattr(config, "_commit_hash", None))
+            cached = try_to_load_from_cache(name, "config.json", revision=revision)
         except HFValidationError:  # the name is a path, not a repository of the hub
             return {}
         if not isinstance(cached, str):
             return {}
         path = Path(cached)
+        if revision is None and len([*path.parents[1].glob("*/config.json")]) > 1:
+            return {}  # transformers does not keep which revision of several a model was loaded from
     try:
         content = config._decode_special_floats(parse_json(path.read_text(encoding="utf-8")))
     except (OSError, ValueError):  # removed or damaged since the model was loaded from it

@@ -250,6 +250,8 @@ def without_weights(config: Any, dtype: torch.dtype, trust_remote_code: bool = F
             f"A {config.model_type} is not a plain causal language model, and memory is planned for those only. Plan "
             f"its language model alone."
         )
+    if (saved := saved_extension(config, "the config")) is not None:
+        saved_method(saved)  # refuses two extended sides
     model = meta_model(
         _plainly_rotated(config),
         auto_class=AutoModelForCausalLM,

@@ -11,10 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 from transformers import BitsAndBytesConfig
 from transformers.integrations import deepspeed as zero
 
 from ctxext.checkpoints.adapters import base_of, is_adapter
+from ctxext.checkpoints.load import refuse_drawn_anew
 from ctxext.checkpoints.source import checked_path, read_any_config
 from ctxext.core import patching
 from ctxext.core.saved import saved_extension, saved_method
@@ -104,8 +106,10 @@ def _load_plain(settings: Settings, device: torch.device | str, **loading: Any) 
     dtype = settings.dtype if settings.table is None else "fp32"  # it is held in float32, as all that is trained
     masked = settings.data.masked is not None
     checkpoint = load_checkpoint(settings.checkpoint, dtype=dtype, device=device, masked=masked, **loading)
-    if patching.describe(checkpoint.model).method is None:
+    if (state := patching.patched_state(checkpoint.subject.model)) is None:
         return checkpoint
+    asked = {"method": {"method": settings.extension.method}}
+    refuse_drawn_anew(str(settings.checkpoint), checkpoint.model, state.saved_form(), asked)
     patching.unpatch(checkpoint.model)
     return replace(checkpoint, sha256="")  # which counts the config too
 
@@ -132,6 +136,20 @@ def _require_whole(settings: Settings) -> None:
             f"the original checkpoint; or replace that extension and keep its weights: extension.trained_length "
             f"{saved['trained_length']}."
         )
+
+
+def with_found(settings: Settings, model: nn.Module) -> Settings:
+    """Return the settings with the method that ``patch`` made of theirs, where it read the weights to find heads.
+
+    The stages of a run, its resumption and its merged model then have the heads of the beginning: trained weights would
+    give others.
+    """
+    extension, state = settings.extension, patching.patched_state(model)
+    if state is None or not state.method.reads_weights(extension.parameters):
+        return settings
+    found = {name: value for name, value in state.method.to_dict().items() if value is not None}
+    found = {name: value for name, value in found.items() if name not in ("method", "factor")}
+    return settings.model_copy(update={"extension": extension.model_copy(update={"parameters": found})})
 
 
 def with_all_weights(model: Any, settings: Settings, adapter: Path) -> Any:

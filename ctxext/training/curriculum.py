@@ -39,6 +39,16 @@ def stages_of(settings: Settings) -> list[tuple[int, ExtensionSettings, int]]:
     return [*early, (left, settings.extension, settings.data.length)]
 
 
+def try_stages(model: nn.Module, settings: Settings) -> None:
+    """Extend a model as each stage of a run will, and undo it: what one cannot be is said before anything is trained.
+
+    The weights of the model may be missing.
+    """
+    for _, extension, _ in stages_of(settings):
+        with patching.patched(model, extension.method, **extension.arguments()):
+            pass
+
+
 def sequences_of(
     settings: Settings, documents: TokenisedDocuments, per_step: int = 1, trained_length: int | None = None
 ) -> Sequences:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -213,6 +214,11 @@ def test_a_method_and_a_gguf_file_are_enough(plain_gguf: Path, tmp_path: Path) -
     made = export(plain_gguf, to="llama.cpp", method="yarn", factor=4.0, gguf=(plain_gguf, tmp_path / "out.gguf"))
     assert same_divisors(tmp_path / "out.gguf", scaled_by("yarn", 4.0))
     assert made.exact
+    assert made.command.startswith(f"llama-server -m {tmp_path / 'out.gguf'} ")
+    (alone := tmp_path / "alone").mkdir()
+    shutil.copyfile(plain_gguf, alone / "model.gguf")
+    again = export(alone, to="llama.cpp", method="yarn", factor=4.0, gguf=(plain_gguf, tmp_path / "again.gguf"))
+    assert again.command.startswith(f"llama-server -m {tmp_path / 'again.gguf'} ")
     with pytest.raises(CheckpointError, match=r"give a method and --gguf .* OUT\.gguf"):
         export(plain_gguf, to="llama.cpp", gguf=(plain_gguf, tmp_path / "other.gguf"))
     with pytest.raises(CheckpointError, match="scales its positions already"):

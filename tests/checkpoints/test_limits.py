@@ -120,6 +120,19 @@ def test_limits_above_the_window_and_none_at_all_stay_unsaid(source: Path) -> No
     assert (written.directory / "tokenizer.json").read_bytes() == (source / "tokenizer.json").read_bytes()
 
 
+@pytest.mark.slow
+def test_a_shorter_window_after_a_longer_one_lowers_what_was_raised(source: Path, tmp_path: Path) -> None:
+    """Else a tokenizer would let more tokens through than the table has rows, out of a copy or in memory."""
+    limits = [("tokenizer_config.json", ("model_max_length",)), *LIMITS[2:4]]
+    for name, field in limits:
+        put(source, name, field, TRAINED)
+    patch_checkpoint(source, tmp_path / "long", "tile", factor=4)
+    written = patch_checkpoint(tmp_path / "long", tmp_path / "short", "tile", factor=2, trained_length=TRAINED)
+    assert [found(written.directory, *limit) for limit in limits] == [2 * TRAINED] * 3
+    ctxext.save(ctxext.load(tmp_path / "long", "tile", factor=2, trained_length=TRAINED), tmp_path / "long")
+    assert [found(tmp_path / "long", *limit) for limit in limits] == [2 * TRAINED] * 3
+
+
 def test_saving_raises_the_same(source: Path, tmp_path: Path) -> None:
     model = ctxext.patch(BertModel.from_pretrained(source), "tile", factor=4)
     place = tmp_path / "saved"

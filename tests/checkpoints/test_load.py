@@ -20,6 +20,7 @@ from transformers import AutoModelForCausalLM, LlamaForCausalLM, PreTrainedModel
 import ctxext
 from ctxext.checkpoints.export import export_config
 from ctxext.checkpoints.source import read_any_config
+from ctxext.checkpoints.write import patch_checkpoint
 from ctxext.core.rotary import find_sites
 from ctxext.core.subject import Subject
 from ctxext.errors import BackendUnavailableError, CheckpointError, CtxextError, InvalidParameterError, PatchStateError
@@ -212,6 +213,43 @@ def test_an_extension_that_weights_were_trained_with_is_extended(case: str, tmp_
         assert ctxext.load(ours, then, factor=2, **given).config.ctxext == expected
         assert ctxext.patch(model, then, factor=2, **given).config.ctxext == expected
         assert "ctxext" in ctxext.unpatch(model).config.to_dict()
+
+
+@pytest.mark.slow
+def test_trained_weights_of_an_encoding_are_not_drawn_anew(tmp_path: Path) -> None:
+    ctxext.save(ctxext.patch(tiny(), "kerple", factor=2), tmp_path / "long")
+    refused = pytest.raises(CheckpointError, match=r"holds weights that were trained with kerple, and a new kerple")
+    with refused:
+        ctxext.load(tmp_path / "long", "kerple", factor=4, trained_length=TRAINED_LENGTH)
+    with refused:
+        patch_checkpoint(tmp_path / "long", tmp_path / "longer", "kerple", factor=4, trained_length=TRAINED_LENGTH)
+    assert not (tmp_path / "longer").exists()
+    other = ctxext.load(tmp_path / "long", "yarn", factor=4, trained_length=TRAINED_LENGTH)
+    assert ctxext.describe(other).target_length == 4 * TRAINED_LENGTH
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_a_refused_extension_leaves_no_adapter_on_a_model_in_memory(wrapped: bool, tmp_path: Path) -> None:
+    adapter = LoraConfig(target_modules=["q_proj"], r=2)
+    get_peft_model(tiny(), adapter).save_pretrained(tmp_path / "adapter")
+    base: Any = get_peft_model(tiny(), adapter, adapter_name="first") if wrapped else tiny()
+    before = State.of(base, tokens())
+    with pytest.raises(InvalidParameterError, match=r"found 0\.5"):
+        ctxext.load(tmp_path / "adapter", "yarn", factor=0.5, base=base)
+    assert before.difference(base) is None
+    loaded = ctxext.load(tmp_path / "adapter", "yarn", factor=2, base=base)
+    assert ctxext.describe(loaded).target_length == 2 * TRAINED_LENGTH
+
+
+@pytest.mark.slow
+def test_an_adapter_that_stock_code_trained_finds_its_base_where_it_lies_now(tmp_path: Path) -> None:
+    ctxext.save(ctxext.patch(tiny(), "yarn", factor=2), tmp_path / "base")
+    trained = LlamaForCausalLM.from_pretrained(tmp_path / "base")
+    get_peft_model(trained, LoraConfig(target_modules=["q_proj"], r=2)).save_pretrained(tmp_path / "adapter")
+    (tmp_path / "base").rename(tmp_path / "moved")
+    for base in (tmp_path / "moved", ctxext.load(tmp_path / "moved")):
+        assert ctxext.describe(ctxext.load(tmp_path / "adapter", base=base)).target_length == 2 * TRAINED_LENGTH
 
 
 @pytest.mark.slow

@@ -8,10 +8,12 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
+from huggingface_hub import constants
 from peft import LoraConfig, get_peft_model
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoTokenizer, BertModel
 
 import ctxext
+from ctxext.checkpoints.remote import RemoteConfig
 from ctxext.errors import CheckpointError, IncompatibleError, InvalidParameterError
 from tests._models import RECENT, bert, logits, tiny, tokens
 from tests._programs import ran
@@ -31,6 +33,20 @@ def test_it_loads_by_its_path_where_its_code_is_trusted(method: str, tmp_path: P
     assert len(AutoTokenizer.from_pretrained(tmp_path / "there", trust_remote_code=True)) == 257
     config = AutoConfig.from_pretrained(tmp_path / "there", trust_remote_code=True)
     assert config.max_position_embeddings == 256
+
+
+@pytest.mark.slow
+def test_a_branch_beside_a_plain_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    repository = tmp_path / "models--me--branched"
+    (repository / "refs").mkdir(parents=True)
+    tiny().save_pretrained(repository / "snapshots" / "main")
+    ctxext.save(ctxext.patch(tiny(), "self_extend", factor=4), repository / "snapshots" / "long", remote_code=True)
+    for name in ("main", "long"):
+        (repository / "refs" / name).write_text(name)
+    config = RemoteConfig.from_pretrained("me/branched", revision="long")
+    assert config.ctxext["target_length"] == 256
+    assert config.auto_map["AutoConfig"] == "ctxext_remote.RemoteConfig"
 
 
 @pytest.mark.nightly

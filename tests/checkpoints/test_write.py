@@ -15,17 +15,18 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer, BertModel, LlamaConfig, LlamaForCausalLM
 
 import ctxext
 from ctxext.checkpoints import write
-from ctxext.checkpoints.write import patch_checkpoint
+from ctxext.checkpoints.write import patch_checkpoint, patch_with_draft
 from ctxext.errors import CheckpointError, IncompatibleError, InvalidParameterError
 from ctxext.files import write_whole
 from ctxext.methods import METHODS
+from ctxext.methods.yarn import YaRN
 from ctxext.spec import RopeSpec
-from tests._checkpoints import TRAINED, contents
-from tests._models import FOR_LLAMA, byte_model, tiny
+from tests._checkpoints import TRAINED, contents, rewrite
+from tests._models import FOR_LLAMA, bert, byte_model, tiny
 from tests._programs import ran
 from tests.walk.check import Stock
 
@@ -220,6 +221,33 @@ def test_a_place_that_cannot_be_written_is_refused(llama: Path, tmp_path: Path, 
     with pytest.raises(CheckpointError, match=message):
         patch_checkpoint(llama, tmp_path / name, "pi", factor=2.0)
     assert os.listdir(tmp_path) == before
+
+
+@pytest.mark.slow
+def test_weights_that_are_written_anew_keep_their_dtype_and_what_lies_beside_them(tmp_path: Path) -> None:
+    """A table is longer: its checkpoint is read and written, whatever dtype the config says."""
+    bert(BertModel).save_pretrained(tmp_path / "bert")
+    rewrite(tmp_path / "bert" / "config.json", lambda config: config.update(dtype="float16"))
+    save_file({"linear.weight": torch.ones(2, 2)}, tmp_path / "bert" / "colbert_linear.safetensors")
+    written = patch_checkpoint(tmp_path / "bert", tmp_path / "long", "tile", factor=2)
+    before, after = (load_file(tmp_path / name / "model.safetensors") for name in ("bert", "long"))
+    assert {weight.dtype for weight in after.values()} == {torch.float32}
+    assert all(torch.equal(after[name], weight) for name, weight in before.items() if "position" not in name)
+    assert (written.directory / "colbert_linear.safetensors").is_file()
+    assert written.rewritten
+    assert written.copied + written.cloned == 1
+
+
+@pytest.mark.slow
+def test_a_draft_follows_a_choice_and_a_method_object(llama: Path, tmp_path: Path) -> None:
+    chosen = YaRN(factor=2.0, beta_fast=16.0)
+    (tmp_path / "choice.json").write_text(json.dumps({"method": chosen.to_dict()}))
+    for name, method in {"choice": str(tmp_path / "choice.json"), "object": chosen}.items():
+        written = patch_with_draft(llama, tmp_path / name, method, draft=llama)
+        assert written.draft is not None
+        assert (
+            written.draft.description.method == written.description.method == json.loads(json.dumps(chosen.to_dict()))
+        )
 
 
 def test_a_destination_inside_the_source_is_refused(llama: Path) -> None:

@@ -17,6 +17,7 @@ from ctxext.checkpoints.inspect import inspect_checkpoint
 from ctxext.checkpoints.write import patch_checkpoint
 from ctxext.core.saved import identity
 from ctxext.errors import CheckpointError, IncompatibleError, InvalidParameterError, PatchStateError, UnknownNameError
+from ctxext.planning.plan import plan_serving
 from scripts.make_saved import values
 from tests._checkpoints import try_only
 from tests._models import RECENT, tokens
@@ -212,3 +213,17 @@ def test_dia_which_writes_several_tokens_at_each_place(method: str, tmp_path: Pa
     loaded = ctxext.load(tmp_path)
     assert torch.equal(logits(loaded, ids, written, attention_mask=mask), extended)
     assert torch.equal(logits(ctxext.unpatch(model), ids, written, attention_mask=mask), plain)
+
+
+@pytest.mark.slow
+def test_what_is_for_one_text_is_refused_by_name(tmp_path: Path) -> None:
+    model = ctxext.patch(tiny_model(tiny_config("t5gemma")), "yarn", factor=2)
+    with pytest.raises(IncompatibleError, match="does not support encoder-decoders"):
+        plan_serving(model.config, trust_remote_code=True)
+    with pytest.raises(
+        IncompatibleError, match=r"sides have an extension each; no runtime .* Serve it with ctxext serve"
+    ):
+        ctxext.export(model, to="vllm")
+    model.save_pretrained(tmp_path)
+    with pytest.raises(InvalidParameterError, match="attention='flash': method 'yarn' leaves attention to the model"):
+        ctxext.load(tmp_path, attention="flash")

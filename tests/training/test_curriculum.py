@@ -12,7 +12,8 @@ from transformers import TrainerState
 import ctxext
 from ctxext.errors import IncompatibleError, InvalidParameterError
 from ctxext.training import Memory
-from ctxext.training.curriculum import Curriculum
+from ctxext.training.checkpoint import with_found
+from ctxext.training.curriculum import Curriculum, try_stages
 from ctxext.training.lora import attach_lora
 from ctxext.training.settings import ExtensionSettings, Settings, Stage
 from tests._models import tiny, tokens
@@ -83,3 +84,30 @@ def test_changing_stages_leaves_what_else_was_done_to_the_model(model_type: str,
     extended = ctxext.describe(model).method
     assert extended is not None
     assert extended["factor"] == 8
+
+
+@pytest.mark.slow
+def test_heads_stay_those_that_were_found_before_training(settings: Any) -> None:
+    """Trained weights would score others for a later stage, a resumed run, or the model that is merged."""
+    chosen = settings("--method", "retrieval_heads", "--parameters", "{share: 0.5}", "--factor", "4")
+    model = ctxext.patch(tiny(), chosen.extension.method, **chosen.extension.arguments())
+    found, heads = with_found(chosen, model), model.config.ctxext["method"]["heads"]
+    ctxext.unpatch(model)
+    for weight in model.parameters():
+        weight.data += torch.randn(weight.shape, generator=torch.Generator().manual_seed(1))
+    again = ctxext.patch(model, found.extension.method, **found.extension.arguments())
+    assert again.config.ctxext["method"]["heads"] == heads
+    other = settings("--method", "yarn", "--factor", "4")
+    assert with_found(other, ctxext.patch(tiny(), "yarn", factor=4)) is other
+
+
+@pytest.mark.slow
+def test_a_stage_that_cannot_be_is_refused_on_a_model_without_weights(settings: Any) -> None:
+    overrides = ["--method", "self_extend", "--extension.parameters", "{group: 3, window: 16}", "--factor", "2"]
+    run = settings(*overrides).model_copy(update={"stages": [Stage(steps=1, factor=1.5), Stage(steps=1, factor=8.0)]})
+    with torch.device("meta"):
+        outline = tiny()
+    with pytest.raises(InvalidParameterError, match="reaches 159 tokens, found a target of 512"):
+        try_stages(outline, run)
+    assert ctxext.describe(outline).method is None
+    try_stages(outline, run.model_copy(update={"stages": run.stages[:1]}))

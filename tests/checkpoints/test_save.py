@@ -1,0 +1,87 @@
+"""Saving into a folder that holds something already: what would be read instead of the model is refused, and kept."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from huggingface_hub import constants
+from peft import LoraConfig, get_peft_model
+from transformers import LlamaForCausalLM
+
+import ctxext
+from ctxext.errors import CheckpointError
+from ctxext.files import read_json
+from tests._checkpoints import contents
+from tests._models import logits, tiny, tokens
+
+
+def adapted() -> Any:
+    return get_peft_model(ctxext.patch(tiny(), "yarn", factor=2), LoraConfig(target_modules=["q_proj"], r=2))
+
+
+def whole() -> Any:
+    return ctxext.patch(tiny(), "yarn", factor=2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("there", "saved", "how"),
+    [
+        ("adapter_config.json", whole, {}),
+        ("params.json", whole, {}),
+        ("consolidated.safetensors", whole, {}),
+        ("model.safetensors", whole, {"variant": "fp16"}),
+        ("model-00001-of-00002.safetensors", adapted, {}),
+    ],
+)
+def test_what_would_be_read_instead_is_refused(there: str, saved: Any, how: dict[str, Any], tmp_path: Path) -> None:
+    for name in (there, "config.json"):
+        (tmp_path / name).write_text("{}")
+    with pytest.raises(CheckpointError, match=rf"holds {there}, which programs would read instead of the saved model"):
+        ctxext.save(saved(), tmp_path, **how)
+    assert contents(tmp_path) == {there: b"{}", "config.json": b"{}"}
+
+
+@pytest.mark.slow
+def test_a_second_save_of_the_same_kind_and_a_link_that_leads_nowhere(tmp_path: Path) -> None:
+    for _ in range(2):
+        ctxext.save(whole(), tmp_path / "whole", variant="fp16")
+        ctxext.save(adapted(), tmp_path / "adapter")
+    (tmp_path / "link").symlink_to(tmp_path / "nowhere")
+    with pytest.raises(CheckpointError, match=r"is a symbolic link to .*nowhere, where nothing is"):
+        ctxext.save(whole(), tmp_path / "link")
+
+
+@pytest.mark.slow
+def test_a_file_in_the_place_of_an_adapter_s_folder_costs_nothing(tmp_path: Path) -> None:
+    model = adapted()
+    ctxext.save(model, tmp_path)
+    before = contents(tmp_path)
+    model.add_adapter("other", LoraConfig(target_modules=["q_proj"], r=2))
+    (tmp_path / "other").write_text("a file")
+    with pytest.raises(CheckpointError, match="What lay there before is as it was"):
+        ctxext.save(model, tmp_path)
+    assert contents(tmp_path) == before | {"other": b"a file"}
+
+
+@pytest.mark.slow
+def test_an_adapter_names_the_revision_of_its_base(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two of one length, so that nothing but the name tells their weights apart; and one of another length."""
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    repository = tmp_path / "models--me--long"
+    (repository / "refs").mkdir(parents=True)
+    for name, seed, length in (("main", 0, 64), ("v1", 7, 64), ("v2", 3, 99)):
+        tiny("llama", seed, max_position_embeddings=length).save_pretrained(repository / "snapshots" / (name * 20))
+        (repository / "refs" / name).write_text(name * 20)
+    assert ctxext.describe(ctxext.load("me/long", "yarn", factor=2, revision="v2")).trained_length == 99
+    stock = LlamaForCausalLM.from_pretrained("me/long", revision="v2")
+    assert ctxext.describe(ctxext.patch(stock, "yarn", factor=2)).trained_length == 99
+    model = get_peft_model(
+        ctxext.load("me/long", "yarn", factor=2, revision="v1"), LoraConfig(target_modules=["q_proj"])
+    )
+    ctxext.save(model, tmp_path / "adapter")
+    assert read_json(tmp_path / "adapter" / "adapter_config.json")["revision"] == "v1"
+    assert torch.equal(logits(ctxext.load(tmp_path / "adapter").eval(), tokens()), logits(model.eval(), tokens()))
