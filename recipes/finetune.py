@@ -131,7 +131,7 @@ def finetune(settings: Settings, *, resume: bool = False) -> None:
     else:
         require_padding(model, tokenizer)  # it is saved beside the model, after hours perhaps
     trained = trained_weights(model) if table is None else str(table)
-    model.config.use_cache = False
+    use_cache, model.config.use_cache = model.config.use_cache, False
     chunk = {} if data.masked is None else {"loss_chunk": None}
     memory = Memory(**settings.memory.model_dump(exclude={"return_freed"}) | chunk)
     held = memory.apply(model)
@@ -174,7 +174,7 @@ def finetune(settings: Settings, *, resume: bool = False) -> None:
 
     # 4. What is left of it.
     model = trainer.accelerator.unwrap_model(trainer.model, keep_fp32_wrapper=False)
-    model.config.use_cache = True
+    model.config.use_cache = use_cache
     with saving(output):
         if table is None:
             trainer.save_model(str(output / "adapter"))  # in all processes: each may hold a part of the weights only

@@ -35,7 +35,7 @@ def smoothed(losses: Sequence[float], weights: Sequence[float] | None = None) ->
 
 
 def save_training_figure(
-    path: Path, entries: Sequence[Mapping[str, Any]], *, title: str, gains: Mapping[str, Gain] | None = None
+    path: Path, entries: Sequence[Mapping[str, Any]], *, title: str, gains: Mapping[str, Gain]
 ) -> None:
     """Draw a run: its loss, its learning rate, and the loss against its best truncation.
 
@@ -63,7 +63,7 @@ def save_training_figure(
         lines_panel(runs, title="Training loss, nats per token", x_label="step", ticks=ticks, log=False),
         lines_panel(rates, title="Learning rate", x_label="step", ticks=ticks, log=False),
     ]
-    gains = {name: gain for name, gain in (gains or {}).items() if gain}
+    gains = {name: gain for name, gain in gains.items() if gain}
     if gains:
         spans = [f"{tokens_label(start)}-{tokens_label(stop)}" for (start, stop), _ in next(iter(gains.values()))]
         groups = [
