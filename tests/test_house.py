@@ -28,7 +28,7 @@ ROOMS = [
 
 # What a change may not exceed: the figures of ``scripts/house.py``, rounded up. Lower each when its figure falls.
 CEILINGS = {
-    "tokens of code": 362_772,
+    "tokens of code": 362_769,
     "lines that the first patch loads": 9_030,
     "files that the first patch loads": 47,
     "lines of the core": 5_008,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shutil
 from dataclasses import dataclass, replace
@@ -11,13 +12,12 @@ from typing import Any
 
 from ctxext.core.steps import ExtendedPart, Moment, Step, Work, register, register_description
 from ctxext.core.subject import Subject
-from ctxext.errors import InvalidParameterError
+from ctxext.errors import CheckpointError, InvalidParameterError
 from ctxext.files import read_json
 from ctxext.spec import Description, Extension
 
-# Fields that may hold the window in files next to a model's config: the tokenizer's, generate's, and
-# sentence-transformers'. The first is a bound of the tokenizer, whose value means the window; the others may hold a
-# choice that is not the window.
+# Fields of files next to a config that may hold the window. The first is a bound of the tokenizer, whose value means
+# the window; the others may hold a choice.
 BOUND = ("tokenizer_config.json", ("model_max_length",))
 FIELDS = (
     BOUND,
@@ -60,8 +60,9 @@ def limits_in(path: Path) -> list[Limit]:
 
 def reach_in(folder: Path) -> int | None:
     """Return the window in tokens of the extension that a folder's config carries; None where it carries none."""
-    path = folder / "config.json"
-    saved = read_json(path).get("ctxext") if path.is_file() else None
+    saved = None
+    with contextlib.suppress(CheckpointError, OSError):  # none there, or a damaged one, which saving replaces
+        saved = read_json(folder / "config.json").get("ctxext")
     return saved.get("target_length") if isinstance(saved, dict) else None
 
 
@@ -70,9 +71,8 @@ def copy_raised(
 ) -> tuple[list[str], list[str]]:
     """Copy a file that lies next to a model, and raise a limit in it from the old window to the new one.
 
-    A tokenizer's bound is raised wherever it is below the new window. The others may also hold a choice that has
-    nothing to do with the window, and then stay as they are. A limit at the window of the extension before, ``former``,
-    becomes the new one, also where it falls.
+    A tokenizer's bound is raised wherever it is below the new window. The others may also hold a choice, and then stay.
+    A limit at the window of the extension before, ``former``, becomes the new one, also where it falls.
 
     Returns:
         The changes, a line each; and the limits that still cut texts, a line each.

@@ -122,7 +122,6 @@ def test_limits_above_the_window_and_none_at_all_stay_unsaid(source: Path) -> No
 
 @pytest.mark.slow
 def test_a_shorter_window_after_a_longer_one_lowers_what_was_raised(source: Path, tmp_path: Path) -> None:
-    """Else a tokenizer would let more tokens through than the table has rows, out of a copy or in memory."""
     limits = [("tokenizer_config.json", ("model_max_length",)), *LIMITS[2:4]]
     for name, field in limits:
         put(source, name, field, TRAINED)

@@ -50,6 +50,8 @@ def test_a_second_save_of_the_same_kind_and_a_link_that_leads_nowhere(tmp_path: 
     for _ in range(2):
         ctxext.save(whole(), tmp_path / "whole", variant="fp16")
         ctxext.save(adapted(), tmp_path / "adapter")
+    (tmp_path / "whole" / "config.json").write_text("{")  # which saving replaces
+    ctxext.save(whole(), tmp_path / "whole", variant="fp16")
     (tmp_path / "link").symlink_to(tmp_path / "nowhere")
     with pytest.raises(CheckpointError, match=r"is a symbolic link to .*nowhere, where nothing is"):
         ctxext.save(whole(), tmp_path / "link")

@@ -225,7 +225,6 @@ def test_a_place_that_cannot_be_written_is_refused(llama: Path, tmp_path: Path, 
 
 @pytest.mark.slow
 def test_weights_that_are_written_anew_keep_their_dtype_and_what_lies_beside_them(tmp_path: Path) -> None:
-    """A table is longer: its checkpoint is read and written, whatever dtype the config says."""
     bert(BertModel).save_pretrained(tmp_path / "bert")
     rewrite(tmp_path / "bert" / "config.json", lambda config: config.update(dtype="float16"))
     save_file({"linear.weight": torch.ones(2, 2)}, tmp_path / "bert" / "colbert_linear.safetensors")
