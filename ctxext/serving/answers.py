@@ -31,7 +31,7 @@ from transformers import (
     TopKLogitsWarper,
     TopPLogitsWarper,
 )
-from transformers.cli.serving.utils import CBGenerateManager, CBWorkerDeadError, GenerateManager
+from transformers.cli.serving.utils import CBGenerateManager, GenerateManager
 from transformers.generation.continuous_batching.cb_logits_processors import ContinuousBatchingLogitsProcessorList
 from transformers.generation.continuous_batching.model_runner import infer_max_single_request_tokens
 
@@ -41,10 +41,11 @@ from ctxext.files import JsonObject
 from ctxext.measuring.forward import logits_in_chunks
 from ctxext.serving.ask import GREEDY, as_graphs
 from ctxext.serving.prefixes import GraphPrefixes, Prefixes
-from ctxext.serving.requests import Sampling, refusal
+from ctxext.serving.requests import Completion, Sampling, refusal
 
 DRAWN = GREEDY | {"repetition_penalty": 1.0}  # settings of a generation whose tokens a Draw takes
 COLDEST = 0.01  # temperature below which the likeliest token is taken: logits divided by less may overflow
+BEFORE = 8  # last tokens of a prompt, behind which an answer is read: some tokenizers begin a text without its space
 FORCED = "response_format, text.format and a forced tool_choice"  # fields that force a form on an answer
 LOG = logging.getLogger("uvicorn.error")
 
@@ -176,31 +177,53 @@ class AnswerText:
 
     Args:
         names: names of special tokens that are given out with it, though no stop sequence is found in them.
+        before: tokens of the text that it goes on with.
+        least: tokens before which no stop sequence is looked for.
     """
 
-    def __init__(self, reader: TokenText, stops: Sequence[str], names: dict[int, str]) -> None:
-        self.reader, self.stops, self.shown = reader, stops, names
-        self.stream = DecodeStream([], skip_special_tokens=True)
-        self.text, self.given, self.cut = "", 0, False
+    def __init__(
+        self, reader: TokenText, stops: Sequence[str], names: dict[int, str], before: Sequence[int] = (), least: int = 0
+    ) -> None:
+        self.reader, self.stops, self.shown, self.least = reader, stops, names, least
+        self.stream = self._behind([] if self._decoded(before).endswith("\ufffd") else before)
+        self.text, self.given, self.cut, self.count = "", 0, False, 0
         self.names: list[tuple[int, str]] = []
+        self.waiting: list[int] = []  # tokens since the text grew last
+
+    def _decoded(self, tokens: Sequence[int]) -> str:
+        return str(self.reader.tokenizer.backend_tokenizer.decode(tokens, skip_special_tokens=True))
+
+    def _behind(self, tokens: Sequence[int]) -> DecodeStream:
+        return DecodeStream([*tokens], skip_special_tokens=True)
 
     def add(self, token: int) -> None:
         """Add the text of a token."""
         self.start = len(self.text)
+        self.count += 1
+        self.waiting.append(token)
         if token in self.shown:
             self.names.append((len(self.text), self.shown[token]))
-        self._grow(self.stream.step(self.reader.tokenizer.backend_tokenizer, token) or "")
+        try:
+            more = self.stream.step(self.reader.tokenizer.backend_tokenizer, token) or ""
+        except BaseException as error:
+            if type(error) is not Exception:  # tokenizers knows no other class
+                raise
+            # An invalid byte changes how bytes before it are read, which were given out.
+            more, self.stream = self._decoded(self.waiting), self._behind(self.waiting)
+        if more:
+            self.waiting = []
+        self._grow(more)
 
-    def end(self, tokens: list[int]) -> None:
+    def end(self) -> None:
         """Add what the tokens leave over, such as half a letter."""
-        whole = self.reader.tokenizer.decode(tokens, skip_special_tokens=True)
-        if not self.cut and whole.startswith(self.text):
-            self._grow(whole[len(self.text) :])
+        if not self.cut:
+            self._grow(self._decoded(self.waiting))
 
     def _grow(self, more: str) -> None:
-        begin = max(0, len(self.text) + 1 - max(map(len, self.stops), default=0))
+        before = len(self.text) + 1
         self.text += more
-        found = [at for stop in self.stops if (at := self.text.find(stop, begin)) >= 0]
+        stops = self.stops if self.count >= self.least else ()
+        found = [at for stop in stops if (at := self.text.find(stop, max(0, before - len(stop)))) >= 0]
         if found:
             self.text, self.cut = self.text[: min(found)], True
 
@@ -271,7 +294,8 @@ class Draw:
         self.seed = None if asked.seed is None else asked.seed + number
         self.chance: torch.Generator | None = None
         stops = [asked.stop] if isinstance(asked.stop, str) else asked.stop or []
-        self.written = AnswerText(reader, stops, names or {})
+        before = prompt[-BEFORE:] if isinstance(asked, Completion) else ()
+        self.written = AnswerText(reader, stops, names or {}, before, self.least)
         self.tokens: list[int] = []
         self.told: list[Told] = []
         self.finish: str | None = None
@@ -333,7 +357,7 @@ class Draw:
     def _piece(self) -> AnswerPiece:
         written, has_ended = self.written, self.finish is not None
         if has_ended:
-            written.end(self.tokens)
+            written.end()
         text = written.release(has_ended)
         whole = has_ended and not written.cut
         told = [told for told in self.told if whole or told.start < written.given]
@@ -438,7 +462,7 @@ class Rows(ContinuousBatchingLogitsProcessorList):  # type: ignore[misc]
             if draw is not None:
                 try:
                     token = draw(row)
-                except (RuntimeError, ValueError, TypeError) as error:  # it would end the worker, and all others
+                except Exception as error:  # whatever it is, it would end the worker, and all other answers
                     draw.end(error)
             rows.append(_only(token, row[None]))
             if draw is None or draw.finish is not None:  # this token is the last
@@ -500,7 +524,7 @@ class Together(CBGenerateManager):  # type: ignore[misc]
         self._cb.register_result_handler(draw.id, lambda result: self._failed(draw, result.error))
         added = self._cb.add_request(draw.prompt, request_id=draw.id, max_new_tokens=draw.limit, eos_token_id=-1)
         if added is None:
-            raise CBWorkerDeadError("The worker of continuous batches has ended. Restart the server.")
+            raise HTTPException(503, "The worker of continuous batches has ended. Restart the server.")
 
     def _failed(self, draw: Draw, error: str | None) -> None:
         if error is not None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 import re
 import time
@@ -19,18 +18,22 @@ from jinja2 import TemplateError, meta
 from openai.types.responses import ResponseCompletedEvent, ResponseIncompleteEvent
 from starlette.exceptions import HTTPException
 from transformers.cli.serving.response import ResponseHandler, _ResponseStreamBuilder, compute_usage
-from transformers.cli.serving.utils import (
-    CBWorkerDeadError,
-    ReasoningText,
-    ToolCall,
-    get_response_template,
-    response_events_to_chunks,
-)
+from transformers.cli.serving.utils import ReasoningText, ToolCall, get_response_template, response_events_to_chunks
 from transformers.utils.chat_parsing import ResponseParser
 from transformers.utils.chat_template_utils import _compile_jinja_template
 
 from ctxext.files import JsonObject
-from ctxext.serving.answers import AnswerPiece, Draw, NumberedPieces, OneByOne, Together, TokenText, Told, pieces_of
+from ctxext.serving.answers import (
+    LOG,
+    AnswerPiece,
+    Draw,
+    NumberedPieces,
+    OneByOne,
+    Together,
+    TokenText,
+    Told,
+    pieces_of,
+)
 from ctxext.serving.gate import status_of, unknown_model
 from ctxext.serving.load import Served
 from ctxext.serving.requests import (
@@ -50,8 +53,8 @@ LONG = 1 << 20  # bytes of a request that waits for others of its size, so that 
 SHORT_WORK, LONG_WORK = ThreadPoolExecutor(2, "short request"), ThreadPoolExecutor(1, "long request")
 WRITER = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":"))
 TOLD = 1024  # tokens of an echoed prompt in one event
-# What a chat template may raise, given values that it was not written for.
-OF_TEMPLATES = (TemplateError, TypeError, ValueError, LookupError, ArithmeticError, AttributeError)
+# What a chat template may raise, and a parser of calls, given values that it was not written for.
+OF_TEMPLATES = (TemplateError, TypeError, ValueError, LookupError, ArithmeticError, AttributeError, RuntimeError)
 
 
 async def in_thread(work: Callable[..., Any], *given: Any, long: bool = False) -> Any:
@@ -124,7 +127,7 @@ class Endpoint:
         """Return the pieces of answers as they come, each with the number of its answer."""
         return pieces_of(self.engine, draws)
 
-    def choice(self, request: Any, number: int, piece: AnswerPiece, name: str) -> JsonObject:
+    def choice(self, request: Any, number: int, piece: AnswerPiece) -> JsonObject:
         """Return an answer, or a piece of it in a stream, as the API writes it."""
         raise NotImplementedError
 
@@ -137,7 +140,7 @@ class Endpoint:
                 whole[number] += piece
 
             def written() -> Response:
-                choices = [self.choice(request, number, piece, "message") for number, piece in enumerate(whole)]
+                choices = [self.choice(request, number, piece) for number, piece in enumerate(whole)]
                 answer = head | {"object": self.objects[0], "choices": choices, "usage": usage(draws)}
                 # json.dumps, which is written in C, would let no other thread run.
                 return Response("".join(WRITER.iterencode(answer)), media_type="application/json")
@@ -149,7 +152,7 @@ class Endpoint:
         async def lines() -> AsyncIterator[str]:
             async for number, piece in self.pieces(request, draws):
                 if piece != AnswerPiece():
-                    yield _line(head | {"choices": [self.choice(request, number, piece, "delta")]})
+                    yield _line(head | {"choices": [self.choice(request, number, piece)]})
             if counted:
                 yield _line(head | {"choices": [], "usage": usage(draws)})
             yield "data: [DONE]\n\n"
@@ -180,8 +183,10 @@ def streamed(lines: AsyncIterator[str], failed: Callable[[JsonObject], list[str]
         try:
             async for line in lines:
                 yield line
-        except (HTTPException, CBWorkerDeadError) as error:
+        except Exception as error:  # the stream has begun: no handler further out can tell the client
             status, sentence = status_of(error)
+            if not isinstance(error, HTTPException):
+                LOG.error("A stream failed.", exc_info=error)
             for line in failed({"message": sentence, "type": "server_error", "code": status}):
                 yield line
 
@@ -225,7 +230,7 @@ class Completions(Endpoint):
             moved = [replace(told, start=told.start + shift[number]) for told in piece.told]
             yield number, replace(piece, told=moved)
 
-    def choice(self, request: Completion, number: int, piece: AnswerPiece, name: str) -> JsonObject:
+    def choice(self, request: Completion, number: int, piece: AnswerPiece) -> JsonObject:
         """Return an answer, or a piece of it in a stream, as the API writes it."""
         logprobs = None
         if request.logprobs is not None:
@@ -237,6 +242,32 @@ class Completions(Endpoint):
             logprobs["token_logprobs"] = [told.logprob for told in piece.told]
             logprobs["text_offset"] = [told.start for told in piece.told]
         return {"index": number, "text": piece.text, "logprobs": logprobs, "finish_reason": piece.finish}
+
+
+class CallParser(ResponseParser):  # type: ignore[misc]
+    """Parser of an answer, which takes a call of a tool that the model wrote badly for words."""
+
+    def _open_explicit(self, events: list[JsonObject], field: Any, m: Any) -> None:
+        self._begun = m.start()
+        super()._open_explicit(events, field, m)
+
+    def _close_current(self, events: list[JsonObject]) -> None:
+        before = len(events)
+        try:
+            super()._close_current(events)
+            for call in response_events_to_chunks(events[before:]):
+                if isinstance(call, ToolCall) and not isinstance(call.name, str):
+                    raise TypeError(f"{call.name!r} is no name")
+        except OF_TEMPLATES:
+            said = self._buffer[self._begun : self._pos]
+            events[before:] = [{"type": "region_chunk", "field": "content", "text": said}]
+            self._reset_to_implicit()
+
+    def end(self) -> list[JsonObject]:
+        """Return the last events."""
+        events: list[JsonObject] = []
+        self._process(events, eos=True)
+        return events
 
 
 class Speech:
@@ -279,8 +310,7 @@ class Speech:
         items, self.begun = self.begun, []
         items += response_events_to_chunks(self.parser.feed(raw.text)) if raw.text else []
         if raw.finish is not None:
-            with contextlib.suppress(ValueError, RuntimeError):  # it was cut inside of a call
-                items += response_events_to_chunks(self.parser.finalize()[1])
+            items += response_events_to_chunks(self.parser.end())
         return items
 
 
@@ -303,9 +333,12 @@ class Templates(Endpoint):
         """Return the tokens of a conversation, or refuse what its template cannot show."""
         if self.tokenizer.chat_template is None:
             raise refusal("This model's tokenizer has no chat template. Ask /v1/completions.")
-        tools = request.shown
-        environment = _compile_jinja_template(template := self.tokenizer.get_chat_template(tools=tools)).environment
-        read = meta.find_undeclared_variables(environment.parse(template)) - environment.globals.keys()
+        tools = request.shown or None
+        try:
+            environment = _compile_jinja_template(template := self.tokenizer.get_chat_template(tools=tools)).environment
+            read = meta.find_undeclared_variables(environment.parse(template)) - environment.globals.keys()
+        except OF_TEMPLATES as error:
+            raise refusal(f"This model's chat template cannot be read: {error} Ask /v1/completions.") from error
         if tools and "tools" not in read:
             raise refusal("tools: this model's chat template does not show them. Leave them out.")
         variables = (request.chat_template_kwargs or {}) | (
@@ -318,7 +351,7 @@ class Templates(Endpoint):
             message["content"] = content if isinstance(content, str) else "\n".join(part["text"] for part in content)
         try:
             prompt: str = self.tokenizer.apply_chat_template(
-                messages, tools=tools or None, add_generation_prompt=True, tokenize=False, **variables
+                messages, tools=tools, add_generation_prompt=True, tokenize=False, **variables
             )
         except OF_TEMPLATES as error:
             raise refusal(f"The model's chat template refuses the messages: {error}") from error
@@ -355,7 +388,7 @@ class Templates(Endpoint):
         begun = "start_anchor_pattern" in form or any(
             anchor in text for anchor in ([anchors] if isinstance(anchors, str) else anchors)
         )
-        return ResponseParser(form, prefix=text if begun else "", tools=request.shown or None)
+        return CallParser(form, prefix=text if begun else "", tools=request.shown or None)
 
     async def pieces(self, request: Any, draws: list[Draw]) -> NumberedPieces:
         """Yield the pieces of answers as they come: words, reasoning, calls of tools."""
@@ -384,9 +417,9 @@ class Chats(Templates):
         async for number, piece in super().pieces(request, draws):
             yield number, piece
 
-    def choice(self, request: Conversation, number: int, piece: AnswerPiece, name: str) -> JsonObject:
+    def choice(self, request: Conversation, number: int, piece: AnswerPiece) -> JsonObject:
         """Return an answer, or a piece of it in a stream, as the API writes it."""
-        whole, first = name == "message", piece.finish == ""
+        whole, first = not request.stream, piece.finish == ""
         said: JsonObject = {"role": "assistant"} if whole or first else {}
         if piece.text or first or whole:
             said["content"] = None if piece.calls and not piece.text else piece.text
@@ -405,7 +438,8 @@ class Chats(Templates):
                 if not told.hidden
             ]
             logprobs = {"content": content, "refusal": None}
-        return {"index": number, name: said, "logprobs": logprobs, "finish_reason": piece.finish or None}
+        told = {"message" if whole else "delta": said, "logprobs": logprobs}
+        return {"index": number, **told, "finish_reason": piece.finish or None}
 
 
 def _token(text: str, logprob: float | None) -> JsonObject:
@@ -438,36 +472,48 @@ class Responses(Templates):
 
     async def _events(self, request: Answered, draws: list[Draw], events: Any) -> AsyncIterator[str]:
         """Yield the events of an answer; the last one holds it whole."""
+        output: list[Any] = []
+        names = events.msg_id, events.reasoning_id
 
         def closed() -> list[str]:
-            reasoning = events.finish_reasoning() if events.reasoning_open else []
-            return reasoning + (events.finish_message() if events.message_open else [])
+            """End the item that is open, and let the next one have its own id, place and text."""
+            lines: list[str] = []
+            if events.reasoning_open:
+                lines += events.finish_reasoning()
+                output.append(events.reasoning_item)
+            if events.message_open:
+                lines += events.finish_message()
+                output.append(events.message_item)
+            events.msg_id, events.reasoning_id = (f"{name}_{len(output)}" if output else name for name in names)
+            events.output_index, events.content, events.full_reasoning = len(output), "", ""
+            return lines
 
         for line in events.start_response():
             yield line
-        finish = None
+        finish, blank = None, ""
         async for _, piece in self.pieces(request, draws):
             finish = piece.finish or finish
             lines: list[str] = []
             if piece.reasoning:
-                lines += [] if events.reasoning_open else events.start_reasoning()
+                lines += [] if events.reasoning_open else closed() + events.start_reasoning()
                 lines += events.reasoning_delta(piece.reasoning)
-            if piece.text:
-                lines += (closed() if events.reasoning_open else []) + (
-                    [] if events.message_open else events.start_message()
-                )
-                lines += events.text_delta(piece.text)
+            blank += "" if events.message_open else piece.text  # between items, it is no message
+            if piece.text and (events.message_open or blank.strip()):
+                lines += [] if events.message_open else closed() + events.start_message()
+                lines += events.text_delta(blank or piece.text)
+                blank = ""
             for call in piece.calls:
-                lines += closed() + events.tool_call(call["id"], **call["function"])
+                lines, blank = lines + closed(), ""
+                events.output_index -= 1  # transformers counts on before a call, and not behind it
+                lines += events.tool_call(call["id"], **call["function"])
+                output.append(events.tool_calls[-1])
             for line in lines:
                 yield line
         # Even an empty answer has a message, where clients look for its text.
-        if not (events.message_open or events.message_item or events.tool_calls):
-            for line in events.start_message():
-                yield line
-        for line in closed():
+        empty = not (events.message_open or events.message_item or events.tool_calls)
+        message = closed() + events.start_message() + (events.text_delta(blank) if blank else []) if empty else []
+        for line in message + closed():
             yield line
-        output = [item for item in (events.reasoning_item, events.message_item, *events.tool_calls) if item is not None]
         counted = compute_usage(len(draws[0].prompt), len(draws[0].tokens))
         counted.input_tokens_details.cached_tokens = draws[0].cached
         cut = finish == "length"

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from fastapi.responses import JSONResponse
+from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -31,8 +32,9 @@ def error_response(status: int, sentence: str, code: str | None = None) -> JSONR
 
 def status_of(error: Exception) -> tuple[int, str]:
     """Return the status of an answer that ends in an error, and the sentence that says why."""
-    status = 400 if isinstance(error, CtxextError) else 503
-    return getattr(error, "status_code", status), str(getattr(error, "detail", error))
+    if isinstance(error, HTTPException):
+        return error.status_code, str(error.detail)
+    return (400, str(error)) if isinstance(error, CtxextError) else (500, f"{type(error).__name__}: {error}")
 
 
 def unknown_model(asked: str, served: str) -> JSONResponse:

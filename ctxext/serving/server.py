@@ -21,7 +21,6 @@ import uvicorn
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
-from transformers.cli.serving.utils import CBWorkerDeadError
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from ctxext.caches.continuous import ContinuousBatching
@@ -138,7 +137,7 @@ def application(
     async def refused(_: Request, error: Exception) -> JSONResponse:
         return error_response(*status_of(error))
 
-    for refusing in (CBWorkerDeadError, HTTPException, CtxextError):
+    for refusing in (HTTPException, CtxextError, Exception):  # the last: a defect is JSON, too, and is logged
         app.add_exception_handler(refusing, refused)
 
     # 64 bytes a token are more than any text has, and ids with their commas.

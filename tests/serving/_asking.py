@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 from transformers import CompileConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from transformers.cache_utils import StaticLayer
+from transformers.cli.serving.utils import _RESPONSE_TEMPLATE_FALLBACKS
 from transformers.generation import utils
 
 from ctxext.measuring.checkpoint import Checkpoint
@@ -60,6 +61,36 @@ def bytewise(template: str = TEMPLATE) -> PreTrainedTokenizerFast:
     inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     inner.decoder = decoders.ByteLevel()
     return _finished(inner, template)
+
+
+def in_pieces(template: str = TEMPLATE) -> PreTrainedTokenizerFast:
+    """A tokenizer like SentencePiece's: a space belongs to the word behind it, and unknown letters are bytes."""
+    words = ["▁", *(space + letter for letter in "abc" for space in ("▁", ""))]
+    names = {
+        name: number for number, name in enumerate([*SPECIAL, *(f"<0x{byte:02X}>" for byte in range(256)), *words])
+    }
+    inner = Tokenizer(models.BPE(vocab=names, merges=[("▁", letter) for letter in "abc"], byte_fallback=True))
+    inner.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    inner.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    return _finished(inner, template)
+
+
+def say(monkeypatch: pytest.MonkeyPatch, said: list[int]) -> None:
+    """Let the model say these tokens, whatever it is asked."""
+
+    def forced(draw: Any, logits: torch.Tensor) -> torch.Tensor:
+        return torch.zeros_like(logits).index_fill(0, torch.tensor([said[len(draw.tokens)]]), 9.0)
+
+    monkeypatch.setattr("ctxext.serving.answers.Draw._weighed", forced)
+
+
+def say_as_qwen(monkeypatch: pytest.MonkeyPatch, said: list[int]) -> None:
+    """Let the model say these tokens, in which calls of tools are found as in those of Qwen 3."""
+    template = next(value for kinds, value in _RESPONSE_TEMPLATE_FALLBACKS.items() if "qwen3" in kinds)
+    monkeypatch.setattr("ctxext.serving.endpoints.get_response_template", lambda *_: template)
+    say(monkeypatch, said)
 
 
 def _finished(inner: Tokenizer, template: str) -> PreTrainedTokenizerFast:

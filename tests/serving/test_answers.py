@@ -9,9 +9,12 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import openai
 import pytest
 import torch
-from transformers.cli.serving.utils import _RESPONSE_TEMPLATE_FALLBACKS
+from openai.lib.streaming.responses._responses import ResponseStreamState
+from openai.types.responses import ResponseStreamEvent
+from pydantic import TypeAdapter
 
 from ctxext.caches.records import PAGED_IN_LAYERS
 from ctxext.serving.answers import AnswerText, TokenText
@@ -21,11 +24,15 @@ from tests.serving._asking import (
     RESPONSES,
     SILENT,
     SPECIAL,
+    TEMPLATE,
     TEXT,
     Asking,
     asking,
     bytewise,
+    in_pieces,
     letters,
+    say,
+    say_as_qwen,
 )
 
 PROMPT = "once upon a time"
@@ -308,6 +315,43 @@ def test_a_request_that_batches_have_no_room_for_is_refused_and_stops_no_other()
         assert len(server.text(prompt="x" * 200, max_tokens=56, logit_bias={"1": -100})) > 20
 
 
+@pytest.mark.parametrize("together", [False, BATCHES])
+def test_invalid_bytes_of_byte_tokens_end_no_answer(together: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They change how bytes before them are read, which were given out."""
+    ids = in_pieces().convert_tokens_to_ids
+    with asking(in_pieces(), together=together) as server:
+        for pieces, text in (
+            ("<0xC3> <0xA9> <0xFF> a ▁b", "é\ufffda b"),
+            ("<0xC3> <0xA9> <0xFF>", "é\ufffd"),
+            ("<0xC3> <0xA9> <0xE2> <0x82> b c", "é\ufffd\ufffdbc"),
+            ("<0xE2> <0x82> <0xAC> ▁ a", "€ a"),
+        ):
+            said = [ids(piece) for piece in pieces.split()]
+            say(monkeypatch, [*said, 1])
+            assert {server.text(prompt="a", stream=stream) for stream in (False, True)} == {text}
+            if not together:
+                (choice,) = server.choices(prompt=said, max_tokens=0, echo=True, logprobs=0)
+                assert len(choice["logprobs"]["tokens"]) == len(said)
+        monkeypatch.setattr("ctxext.serving.answers.Draw._weighed", lambda *_: iter(()).__next__())
+        assert server.raw(TEXT, {"prompt": "a"})[0] == 500
+        say(monkeypatch, [ids("a"), 1])
+        assert server.text(prompt="a") == "a"  # what one request ends in ends no other
+
+
+def test_an_answer_keeps_the_space_behind_its_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
+    ids = in_pieces().convert_tokens_to_ids
+    say(monkeypatch, [*ids(["▁c", "▁c"]), 1])
+    half = ids(["▁a", "<0xC3>"])
+    with asking(in_pieces(), together=False) as server:
+        assert server.text(prompt="a b" * 9) == server.text(prompt=["a b"]) == " c c"
+        assert server.text(prompt="a b", echo=True) == "a b c c"
+        (choice,) = server.choices(prompt="a b", echo=True, logprobs=0)
+        assert choice["logprobs"]["tokens"][-3:] == [" c", " c", "</s>"]
+        assert choice["logprobs"]["text_offset"][-3:-1] == [3, 5]
+        assert server.text(prompt=half) == server.text(CHAT, messages=HI) == "c c"
+        assert server.text(prompt=half, echo=True) == "a\ufffdc c"
+
+
 def test_letters_of_several_tokens_are_given_out_whole(of_bytes: Asking) -> None:
     tokens = of_bytes.tokenizer("é€😀").input_ids
     forced = {"prompt": "x", "max_tokens": 1, "temperature": 0}
@@ -461,6 +505,11 @@ def test_an_error_inside_a_stream_is_json_and_ends_no_other_answer(
         _, events = server.raw(RESPONSES, {"input": "x", "max_output_tokens": 3, "stream": True})
         assert events[-1]["type"] == "response.failed"
         assert len(server.text(prompt="x", max_tokens=4)) > 0
+        monkeypatch.setattr("ctxext.serving.endpoints.Completions.choice", lambda *_: {}[0])  # nobody thought of it
+        _, events = server.raw(TEXT, {"prompt": "x", "max_tokens": 4, "stream": True})
+        assert (events[-2]["error"]["message"], events[-1]) == ("KeyError: 0", "[DONE]")
+        status, answer = server.raw(TEXT, {"prompt": "x", "max_tokens": 4})
+        assert (status, answer["error"]["message"]) == (500, "KeyError: 0")
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -471,14 +520,7 @@ def test_reasoning_and_calls_of_tools_are_found_in_the_text(
     """In the form of Qwen 3, whose template transformers knows; the model is made to say it."""
     call = '<tool_call>\n{"name": "f", "arguments": {"x": 1}}\n</tool_call>\n'
     text = f"<think>\nwhy\n</think>\n\nwell, then{call}{call.replace('1', '2')}"
-    said = [*of_bytes.tokenizer(text).input_ids, 1]
-
-    def forced(draw: Any, logits: torch.Tensor) -> torch.Tensor:
-        return torch.zeros_like(logits).index_fill(0, torch.tensor([said[len(draw.tokens)]]), 9.0)
-
-    template = next(value for kinds, value in _RESPONSE_TEMPLATE_FALLBACKS.items() if "qwen3" in kinds)
-    monkeypatch.setattr("ctxext.serving.endpoints.get_response_template", lambda *_: template)
-    monkeypatch.setattr("ctxext.serving.answers.Draw._weighed", forced)
+    say_as_qwen(monkeypatch, [*of_bytes.tokenizer(text).input_ids, 1])
     asked: dict[str, Any] = {"messages": HI, "tools": TOOLS, "stream": stream}
     _, answer = of_bytes.raw(CHAT, asked)
     parts = [event["choices"][0] for event in answer[:-1]] if stream else answer["choices"]
@@ -496,3 +538,77 @@ def test_reasoning_and_calls_of_tools_are_found_in_the_text(
     output = answer[-1]["response"]["output"] if stream else answer["output"]
     assert [item["type"] for item in output] == ["reasoning", "message", "function_call", "function_call"]
     assert output[1]["content"][0]["text"].strip() == "well, then"
+
+
+@pytest.mark.parametrize(
+    ("call", "end"),
+    [
+        ("<tool_call>not json</tool_call>", "stop"),
+        ('<tool_call>{"name": "f"}</tool_call>', "stop"),
+        ('<tool_call>{"name": 5, "arguments": {}}</tool_call>', "stop"),
+        ("<tool_call>[1]</tool_call>", "stop"),
+        ('<tool_call>{"name": "f"}', "stop"),
+        ('<tool_call>{"name": "f", "argum', "length"),
+    ],
+)
+def test_a_call_that_is_none_is_words(of_bytes: Asking, monkeypatch: pytest.MonkeyPatch, call: str, end: str) -> None:
+    good = '<tool_call>{"name": "f", "arguments": {"x": 1}}</tool_call>'
+    text = f"well{call}" + f"then{good}" * call.endswith("</tool_call>")
+    said = of_bytes.tokenizer(text).input_ids
+    say_as_qwen(monkeypatch, [*said, 1])
+    for stream in (False, True):
+        asked = {"messages": HI, "stream": stream, "max_tokens": len(said) + (end == "stop")}
+        _, answer = of_bytes.raw(CHAT, asked)
+        parts = [event["choices"][0] for event in answer[:-1]] if stream else answer["choices"]
+        spoken = [part["delta" if stream else "message"] for part in parts]
+        assert "".join(part.get("content") or "" for part in spoken) == text.removesuffix(good)
+        called = [call["function"]["name"] for part in spoken for call in part.get("tool_calls") or ()]
+        assert called == ["f"] * text.endswith(good)
+        assert parts[-1]["finish_reason"] == ("tool_calls" if called else end)
+
+
+@pytest.mark.parametrize(
+    ("text", "items"),
+    [
+        ("well{call}then{call}", ["well", "call", "then", "call"]),
+        ("{call}{call}then", ["call", "call", "then"]),
+        ("well<think>why</think>{call}", ["well", "why", "call"]),
+        ("<think>why</think>", ["why", ""]),
+        (" ", [" "]),
+        ("<think>why</think>\n\nwell\n{call}\n{call}\n", ["why", "\n\nwell", "call", "call"]),
+        ("{call}<think>why</think>then<think>again</think>", ["call", "why", "then", "again"]),
+    ],
+)
+def test_each_item_of_a_response_has_its_own_id_place_and_text(
+    of_bytes: Asking, monkeypatch: pytest.MonkeyPatch, text: str, items: list[str]
+) -> None:
+    said = text.replace("{call}", '<tool_call>{"name": "f", "arguments": {}}</tool_call>')
+    say_as_qwen(monkeypatch, [*of_bytes.tokenizer(said).input_ids, 1])
+    _, events = of_bytes.raw(RESPONSES, {"input": "hi", "tools": TOOLS, "stream": True})
+    state: Any = ResponseStreamState(input_tools=openai.NOT_GIVEN, text_format=openai.NOT_GIVEN)
+    for event in events:  # as OpenAI's client puts them together
+        state.handle_event(TypeAdapter(ResponseStreamEvent).validate_python(event))
+    done = [event for event in events if event["type"] == "response.output_item.done"]
+    output = events[-1]["response"]["output"]
+    assert [event["output_index"] for event in done] == list(range(len(items)))
+    assert [event["item"] for event in done] == output
+    assert len({item["id"] for item in output}) == len(items)
+    assert [item["content"][0]["text"] if "content" in item else "call" for item in output] == items
+    _, answer = of_bytes.raw(RESPONSES, {"input": "hi", "tools": TOOLS})
+    assert [item.get("content") for item in answer["output"]] == [item.get("content") for item in output]
+
+
+def test_a_template_is_read_as_it_is_applied_or_refused() -> None:
+    named: Any = {"default": SILENT, "tool_use": TEMPLATE}
+    for template, asked, named_in in (
+        (named, {"reasoning_effort": "low"}, "reasoning_effort"),
+        (named, {}, None),
+        (named, {"tools": TOOLS}, None),
+        ({"tool_use": TEMPLATE}, {}, "template"),
+        ("{% if %}", {}, "template"),
+    ):
+        with asking(bytewise(template), together=False) as server:
+            if named_in is None:
+                assert server.raw(CHAT, {"messages": HI, "max_tokens": 1, **asked})[0] == 200
+            else:
+                assert named_in in server.refused(CHAT, messages=HI, max_tokens=1, **asked)
