@@ -120,6 +120,8 @@ class Endpoint:
         asked = (given for name in self.lengths if (given := getattr(request, name)) is not None)
         windows = [most for most in (self.served.window, self.engine.room) if most is not None]
         limit = fit(len(prompt), next(asked, None), min(windows, default=None))
+        if limit < (request.min_tokens or 0):
+            raise refusal(f"min_tokens: the answer may have {limit} tokens at most. Give no more, or raise its length.")
         usual = self.model.generation_config
         return Draw(prompt, request, usual, limit, tops, self.reader, number=number, **more)
 

@@ -63,10 +63,11 @@ class Prefixes:
             return self.empty(), 0
         prefix = max(lengths, key=lambda prefix: lengths[prefix])
         length = lengths[prefix]
+        self.kept.remove(prefix)
         if 2 * length < len(prefix.tokens):  # a longer text, which others may go on from
+            self.kept.append(prefix)  # used last
             part = beginning(prefix.cache, length)
             return (self.empty(), 0) if part is None else (part, length)
-        self.kept.remove(prefix)
         return self.cut(prefix.cache, length)
 
     def empty(self) -> Any:

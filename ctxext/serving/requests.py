@@ -238,6 +238,11 @@ class Format(Exactly):
     type: Literal["text", "json_object", "json_schema"]
     json_schema: Schema | None = None
 
+    @property
+    def schema_(self) -> JsonObject | None:
+        """Schema that the answer has to keep."""
+        return self.json_schema and self.json_schema.schema_
+
 
 class FlatFormat(Sent):
     """The form of an answer, as the Responses API writes it."""
@@ -283,7 +288,7 @@ class Sampling(Exactly):
     repetition_penalty: Annotated[float, Field(gt=0, le=10)] | None = None
     frequency_penalty: Penalty | None = None
     presence_penalty: Penalty | None = None
-    logit_bias: dict[Annotated[str, Field(pattern="^[0-9]{1,9}$")], Bias] | None = None
+    logit_bias: dict[Annotated[str, Field(pattern="^(0|[1-9][0-9]{0,8})$")], Bias] | None = None
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
     stop: Stop | Annotated[list[Stop], Field(max_length=128, fail_fast=True)] | None = None
     stop_token_ids: Annotated[list[Token], Field(max_length=1024, fail_fast=True)] | None = None
@@ -345,13 +350,17 @@ class Templated(Sampling):
         return {tool.name: tool.parameters or {} for tool in self.functions if name in (None, tool.name)}
 
     @property
+    def format_asked(self) -> Format | FlatFormat | None:
+        """Form of the answer."""
+        return getattr(self, "response_format", None) or getattr(getattr(self, "text", None), "format", None)
+
+    @property
     def schema_asked(self) -> JsonObject | None:
         """Schema of the answer; None if its form is free."""
-        asked = getattr(self, "response_format", None) or getattr(getattr(self, "text", None), "format", None)
+        asked = self.format_asked
         if asked is None or asked.type == "text":
             return None
-        inner: Any = asked.json_schema if isinstance(asked, Format) else asked
-        return (inner and inner.schema_) or {"type": "object"}
+        return {"type": "object"} if asked.type == "json_object" else asked.schema_
 
     @property
     def effort(self) -> str | None:
@@ -444,21 +453,34 @@ def _clash(request: Sampling) -> str | None:
         return f"best_of: {request.best_of} answers, of which {request.n or 1} would be returned, are not served."
     if isinstance(request, Conversation) and request.top_logprobs and not request.logprobs:
         return "top_logprobs: only with logprobs. Set logprobs, or leave it out."
-    asked = getattr(request, "response_format", None)
-    if asked is not None and (asked.type == "json_schema") != (asked.json_schema is not None):
-        return f"response_format: json_schema belongs to the type 'json_schema', found {asked.type!r}."
     if not isinstance(request, Templated):
         return None
+    if (asked := request.format_asked) is not None and (asked.type == "json_schema") != (asked.schema_ is not None):
+        name, place = ("response_format", "json_schema.") if isinstance(asked, Format) else ("text.format", "")
+        if asked.schema_ is None:
+            return f"{name}: the type 'json_schema' needs a schema. Give it as {place}schema."
+        return f"{name}: a schema belongs to the type 'json_schema', found {asked.type!r}. Leave the schema out."
+    lengths = {getattr(request, name, None) for name in ("max_tokens", "max_completion_tokens")} - {None}
+    if len(lengths) > 1:
+        return "max_tokens, max_completion_tokens: they mean the same, and differ. Leave one out."
+    if request.effort not in (None, (request.chat_template_kwargs or {}).get("reasoning_effort", request.effort)):
+        return "chat_template_kwargs: its reasoning_effort differs from that of the request. Leave one out."
+    names = [function.name for function in request.functions]
+    if twice := next((name for name in names if names.count(name) > 1), None):
+        return f"tools: two of them are named {twice!r}. Rename one."
     items = getattr(request, "input", None)
     if isinstance(items, list) and isinstance(items[0], Thoughts | CalledFunction | FunctionOutput):
         return "input: reasoning, a call and its output follow a message. Begin with a message."
     if request.tool_choice not in (None, "none", "auto"):
         if not request.forced:
             return "tool_choice: no such tool in tools."
+        if request.schema_asked is not None:
+            return "tool_choice: a call of a tool has no other format."
         if request.stop:
             return "stop: a call of a tool that tool_choice demands ends by itself. Leave stop out."
-        return "tool_choice: a call of a tool has no other format." if request.schema_asked is not None else None
-    if request.functions and request.parallel_tool_calls is False:
+    if request.stop_token_ids and (request.forced or request.schema_asked is not None):
+        return "stop_token_ids: an answer of a forced form ends by itself. Leave stop_token_ids out."
+    if request.functions and request.parallel_tool_calls is False and not request.forced:
         return "parallel_tool_calls: false is served only where tool_choice is 'required' or a name."
     return None
 

@@ -35,6 +35,11 @@ from ctxext.serving.prefixes import GraphPrefixes, Prefixes
 from ctxext.serving.requests import refusal
 
 JSON = re.compile(r"application/([\w.-]+\+)?json\s*(;|$)", re.IGNORECASE)
+# Settings of a generation that batches of transformers pass over, and values by which they ask for nothing.
+ALONE = {"stop_strings": None, "max_time": None, "bad_words_ids": None, "sequence_bias": None, "guidance_scale": 1}
+ALONE |= dict.fromkeys(("no_repeat_ngram_size", "min_length", "min_new_tokens"), 0)
+ALONE |= dict.fromkeys(("forced_bos_token_id", "forced_eos_token_id", "begin_suppress_tokens", "watermarking_config"))
+ALONE |= {"exponential_decay_length_penalty": None}
 ENDPOINTS = {"/v1/chat/completions": Chats, "/v1/completions": Completions, "/v1/responses": Responses}
 
 
@@ -44,6 +49,13 @@ def require_batches(model: Any) -> None:
         raise IncompatibleError("--continuous-batching needs transformers 5.24 or newer. Leave it out, or update.")
     if isinstance(entry := model.init_continuous_batching, ContinuousBatching):
         entry.require()
+    said = model.generation_config
+    ignored = [name for name, neutral in ALONE.items() if getattr(said, name, None) not in (None, neutral)]
+    if ignored:
+        raise IncompatibleError(
+            f"The checkpoint's generation_config asks for {', '.join(ignored)}, which continuous batches cannot do. "
+            f"Leave out --continuous-batching."
+        )
 
 
 def application(
@@ -81,15 +93,17 @@ def application(
     if keep_tokens is None:
         keep_tokens = 2 * (served.window or ANSWER)
     subject = served.checkpoint.subject
-    prefixes = Prefixes(subject, keep_tokens)
-    if compiles:
-        if (reason := why_no_graph(subject)) is None and served.window:
-            prefixes = GraphPrefixes(subject, keep_tokens, served.window)
-        else:
+    engine: OneByOne | Together
+    if continuous_batching:
+        engine = Together(model, cached_tokens)
+    else:
+        if compiles and ((reason := why_no_graph(subject)) or not served.window):
             LOG.warning("Steps are no graphs: %s.", reason or "its window is unknown")
-    engine = Together(model, cached_tokens) if continuous_batching else OneByOne(model, prefixes)
-    if isinstance(engine, OneByOne) and keep_tokens and engine.prefixes.why_not:
-        LOG.info("Every prompt is read from its beginning: %s.", engine.prefixes.why_not)
+            compiles = False
+        kind = GraphPrefixes if compiles else Prefixes
+        engine = OneByOne(model, kind(subject, keep_tokens, served.window if compiles else None))
+        if keep_tokens and engine.prefixes.why_not:
+            LOG.info("Every prompt is read from its beginning: %s.", engine.prefixes.why_not)
     ends = model.generation_config.eos_token_id
     ends = frozenset(ends if isinstance(ends, list) else [] if ends is None else [ends])
     reader = TokenText(served.checkpoint.tokenizer, subject.text.vocab_size, ends)

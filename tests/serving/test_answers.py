@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import random
 from collections import Counter
@@ -17,6 +18,7 @@ from openai.types.responses import ResponseStreamEvent
 from pydantic import TypeAdapter
 
 from ctxext.caches.records import PAGED_IN_LAYERS
+from ctxext.errors import IncompatibleError
 from ctxext.serving.answers import AnswerText, TokenText
 from tests.serving._asking import (
     CHAT,
@@ -304,6 +306,37 @@ def test_tokens_that_end_an_answer_and_the_fewest_before_it(server: Asking) -> N
     assert (choice["text"], choice["finish_reason"]) == (whole[: whole.index(whole[4]) + 1], "stop")
     assert whole[4] not in server.text(**asked, min_tokens=12)
     assert "stop_token_ids" in server.refused(**asked | {"stop_token_ids": [10**6]})
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_no_stop_sequence_is_looked_for_before_the_fewest_tokens(server: Asking, stream: bool) -> None:
+    asked = SEVEN | {"stream": stream, "logit_bias": {str(hidden): -100 for hidden in range(len(SPECIAL))}}
+    whole = server.text(**asked)
+    for at, width, least in ((2, 2, 4), (2, 2, 5), (2, 3, 4), (3, 1, 12), (6, 5, 7)):
+        stop = whole[at : at + width]
+        ends = [n for n in range(len(whole)) if whole.startswith(stop, n) and n + width >= least]
+        assert (
+            server.text(**asked, stop=[stop, "nowhere at all"], min_tokens=least) == whole[: ends[0] if ends else None]
+        )
+
+
+@pytest.mark.skipif(not PAGED_IN_LAYERS, reason="batches need transformers 5.24")
+@pytest.mark.parametrize(
+    ("says", "named"),
+    [
+        ({"no_repeat_ngram_size": 2, "stop_strings": ["x"]}, "stop_strings, no_repeat_ngram_size, which"),
+        ({"max_time": 9.0}, "max_time"),
+        ({"min_new_tokens": 2}, "min_new_tokens"),
+        ({"bad_words_ids": [[7, 8]]}, "bad_words_ids"),
+        ({"suppress_tokens": [7], "temperature": 0.5, "do_sample": True, "repetition_penalty": 1.5}, None),
+    ],
+)
+def test_what_batches_cannot_do_of_the_checkpoints_settings_is_refused(says: dict[str, Any], named: str | None) -> None:
+    how = contextlib.nullcontext() if named is None else pytest.raises(IncompatibleError, match=named)
+    with how, asking(letters(), together=True, says=says) as server:
+        assert server.text(
+            prompt="x", max_tokens=1, temperature=0, logit_bias={"7": 100, "9": 50}
+        ) == server.tokenizer.decode(9)
 
 
 @pytest.mark.skipif(not PAGED_IN_LAYERS, reason="batches need transformers 5.24")

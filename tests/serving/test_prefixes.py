@@ -109,6 +109,14 @@ def test_answers_do_not_depend_on_what_was_kept(method: str, count: int) -> None
     assert facts["why_none"] is None
 
 
+def test_a_text_that_others_went_on_from_falls_after_those_that_nobody_used() -> None:
+    first, second, third = ([token, *range(4, 90), *range(4, 90)] for token in (5, 6, 7))
+    with served("none", keep=450) as kept:
+        texts = (first, second, [*first[:40], 91], third, [*first[:40], 92], [*second[:40], 93])
+        _, cached = answers(kept, [{"prompt": text, "max_tokens": 1, "temperature": 0} for text in texts])
+    assert cached == [0, 0, 40, 0, 40, 0]
+
+
 @takes_graphs
 @pytest.mark.slow
 @pytest.mark.usefixtures("_without_checker")

@@ -321,6 +321,56 @@ def test_requests_without_bounds_are_refused(server: Asking) -> None:
     assert answer.status_code == 200
 
 
+REQUIRED = {"tools": TOOLS, "tool_choice": "required"}
+JSON = {"type": "json_object"}
+NAMED = {"type": "json_schema", "json_schema": {"name": "x", "schema": {}}}
+LOW = {"reasoning_effort": "low"}
+# Fields that cannot be honoured together, and how their refusal begins; None where they are served.
+TOGETHER: list[tuple[str, dict[str, Any], str | None]] = [
+    (CHAT, REQUIRED | {"stop_token_ids": [50]}, "stop_token_ids: an answer of a forced form"),
+    (RESPONSES, {"tools": [TOOL], "tool_choice": TOOL | {"parameters": None}, "stop": "a"}, "tool_choice."),
+    (RESPONSES, {"tools": [TOOL], "tool_choice": "required", "stop_token_ids": [5]}, "stop_token_ids"),
+    (CHAT, {"response_format": JSON, "stop_token_ids": [50], "min_tokens": 3}, "stop_token_ids"),
+    (RESPONSES, {"text": {"format": JSON}, "stop_token_ids": [50]}, "stop_token_ids"),
+    (CHAT, {"response_format": {"type": "text"}, "stop_token_ids": [50]}, None),
+    (CHAT, {"max_completion_tokens": 5}, "max_tokens, max_completion_tokens: they mean the same"),
+    (CHAT, {"max_completion_tokens": 7}, None),
+    (CHAT, LOW | {"chat_template_kwargs": {"reasoning_effort": "high"}}, "chat_template_kwargs: its reasoning_effort"),
+    (RESPONSES, {"reasoning": {"effort": "low"}, "chat_template_kwargs": {"reasoning_effort": 1}}, "chat_template"),
+    (CHAT, LOW | {"chat_template_kwargs": LOW}, None),
+    (CHAT, LOW | {"chat_template_kwargs": {"mood": "calm"}}, None),
+    (
+        CHAT,
+        {"response_format": {"type": "json_schema"}},
+        "response_format: the type 'json_schema' needs a schema. Give",
+    ),
+    (
+        RESPONSES,
+        {"text": {"format": {"type": "json_schema", "name": "x"}}},
+        "text.format: the type 'json_schema' needs",
+    ),
+    (CHAT, {"response_format": NAMED | {"type": "json_object"}}, "response_format: a schema belongs to the type"),
+    (RESPONSES, {"text": {"format": JSON | {"schema": {}}}}, "text.format: a schema belongs to the type 'json_schema'"),
+    *((path, {"min_tokens": 8}, "min_tokens: the answer may have 7 tokens") for path in BASE),
+    (TEXT, {"max_tokens": None, "min_tokens": 892}, "min_tokens: the answer may have"),
+    *((path, {"min_tokens": 7}, None) for path in BASE),
+    (TEXT, {"logit_bias": {"40": 100, "040": -100}}, "logit_bias.040"),
+    (TEXT, {"logit_bias": {"0": -100}}, None),
+    (CHAT, {"tools": TOOLS * 2}, "tools: two of them are named 'f'"),
+    (RESPONSES, {"tools": [TOOL, TOOLS[0]]}, "tools: two of them"),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("server", [False], indirect=True)
+def test_fields_that_cannot_be_honoured_together_are_refused(server: Asking) -> None:
+    for path, more, begins in TOGETHER:
+        if begins is None:
+            assert server.raw(path, BASE[path] | more)[0] == 200, more
+        else:
+            assert server.refused(path, **BASE[path] | more).startswith(begins), more
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("part", range(3))
 @pytest.mark.parametrize("server", [False, pytest.param(True, marks=pytest.mark.nightly)], indirect=True)
