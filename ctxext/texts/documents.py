@@ -12,6 +12,7 @@ import re
 import sys
 import warnings
 import zlib
+from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -115,6 +116,8 @@ def _read(source: str, split: str | None, column: str | None) -> Iterator[Docume
     path = Path(source)
     if split is not None and (source == "-" or path.is_file()):
         _chosen_split({name} if (name := split_named(Path(path.name))) else (), split, source)
+    if column is not None and (source == "-" or (path.is_file() and not _is_table(path, column))):
+        raise InvalidParameterError(f"{source!r} is no table and has no columns; leave out --column {column}.")
     if source == "-":
         yield Document("standard input", _decoded(sys.stdin.buffer.read(), "standard input"))
     elif path.is_dir():
@@ -138,7 +141,7 @@ def require_sources(sources: Sequence[str | Path], tokens: int = 0) -> None:
     longest = 0.0
     for source in map(str, sources):
         path = Path(source)
-        longest = max(longest, path.stat().st_size if path.suffix in TEXTS and path.is_file() else math.inf)
+        longest = max(longest, path.stat().st_size if path.suffix.lower() in TEXTS and path.is_file() else math.inf)
         if not source.strip() or (source != "-" and not path.exists() and not _is_hub_name(path, source)):
             raise InvalidParameterError(f"Cannot read the text {source!r}: No such file or directory.")
     if longest * TOKENS_OF_BYTE < tokens:
@@ -151,7 +154,7 @@ def require_sources(sources: Sequence[str | Path], tokens: int = 0) -> None:
 def _is_hub_name(path: Path, source: str) -> bool:
     """Return whether a source can only be ``OWNER/NAME`` or ``OWNER/NAME:CONFIG``."""
     looks_local = source.startswith((".", "~")) or path.is_absolute()
-    is_file = path.suffix in TEXTS or is_pdf(path) or _table(path) is not None
+    is_file = path.suffix.lower() in TEXTS or is_pdf(path) or _table(path) is not None
     return source.count("/") == 1 and not looks_local and not is_file
 
 
@@ -163,10 +166,12 @@ def _read_folder(folder: Path, split: str | None, column: str | None) -> Iterato
             data = _datasets().load_from_disk(str(folder))
         yield from _rows(*_split_of(data, split, folder.name), folder.name, column)
         return
-    for path in files_of(folder, column, split).files:
+    files = files_of(folder, column, split).files
+    stems = Counter(_stem(path) for path in files)
+    for path in files:
         inside = path.relative_to(folder)
         try:
-            yield from _read_file(path, column, inside)
+            yield from _read_file(path, column, inside, alone=stems[_stem(path)] == 1)
         except InvalidParameterError as error:
             if not is_pdf(path):
                 raise
@@ -188,7 +193,7 @@ def files_of(folder: Path, column: str | None, split: str | None) -> Folder:
     """
     sorted_files = read_folder(folder, lambda path: _is_table(path, column))
     tables = {path for path in sorted_files.files if _is_table(path, column)}
-    named = [path for path in sorted_files.files if path in tables or path.suffix == ".txt"]
+    named = [path for path in sorted_files.files if path in tables or path.suffix.lower() == ".txt"]
     splits = dict.fromkeys(sorted_files.files) | {path: split_named(path.relative_to(folder)) for path in named}
     names = dict.fromkeys(filter(None, splits.values()))
     # Code has requirements/dev.txt and requirements/test.txt, which are not splits.
@@ -217,26 +222,36 @@ def files_of(folder: Path, column: str | None, split: str | None) -> Folder:
 
 def _why_no_rows(path: Path, column: str | None) -> InvalidParameterError | UnknownNameError | None:
     """Return why no text can be read from a table whose rows can; None where it can, or where the file is damaged."""
-    source = path.name.split(".")[0]
-    for row in itertools.islice(_readable(_table_rows(path), source), 1):
+    for row in itertools.islice(_readable(_table_rows(path), path.name), 1):
         try:
-            _text_column(row, 0, source, column)
+            _text_column(row, 0, path.name, column)
         except (InvalidParameterError, UnknownNameError) as error:
             return error
     return None
 
 
-def _read_file(path: Path, column: str | None, inside: Path | None = None) -> Iterator[Document]:
-    """Yield the documents of a file; ``inside`` is its path in the folder that is read."""
+def _stem(path: Path) -> str:
+    return path.name.split(".")[0]
+
+
+def _read_file(path: Path, column: str | None, inside: Path | None = None, alone: bool = True) -> Iterator[Document]:
+    """Yield the documents of a file.
+
+    Args:
+        inside: Its path in the folder that is read.
+        alone: False if other files of the folder have its name up to the first full stop.
+    """
     _refuse_pointer(path)
-    name = path.stem if inside is None else (inside.with_suffix("") if path.suffix in TEXTS else inside).as_posix()
+    is_text = path.suffix.lower() in TEXTS
+    name = path.stem if inside is None else (inside.with_suffix("") if is_text else inside).as_posix()
     if is_pdf(path):
         yield Document(name, _normalised(pdf_text(path)))
     elif _is_table(path, column):
-        yield from _rows(_table_rows(path), split_named(inside or Path(path.name)), path.name.split(".")[0], column)
+        split = split_named(inside or Path(path.name))
+        yield from _rows(_table_rows(path), split, path.name, column, _stem(path) if alone else name)
     else:
         try:
-            yield Document(name, read_text(path))
+            yield Document(name, _text_of(path))
         except OSError as error:
             raise InvalidParameterError(f"Cannot read the text {str(path)!r}: {error.strerror}.") from error
 
@@ -244,6 +259,8 @@ def _read_file(path: Path, column: str | None, inside: Path | None = None) -> It
 def _table_rows(path: Path) -> Iterator[Row]:
     """Yield the rows of a table; nothing is copied into a cache, and of JSON no text is taken for a date."""
     kind = _table(path)
+    if path.suffix.lower() == ".zst" and "zstd" not in fsspec.available_compressions():
+        raise InvalidParameterError(f"{path} takes the package zstandard to read. Run `pip install zstandard`.")
     if kind == "parquet":
         _datasets()  # with which the package comes
         from pyarrow.parquet import ParquetFile
@@ -253,7 +270,8 @@ def _table_rows(path: Path) -> Iterator[Row]:
                 yield from _without_nulls(batch.to_pylist())
         return
     with fsspec.open(str(path), "rt", compression="infer", encoding="utf-8-sig", newline="") as file:
-        yield from _json_rows(file) if kind == "json" else _csv_rows(file, "\t" if ".tsv" in path.suffixes else ",")
+        usual = "\t" if ".tsv" in path.name.lower() else ","
+        yield from _json_rows(file) if kind == "json" else _csv_rows(file, usual)
 
 
 def _refuse_pointer(path: Path) -> None:
@@ -304,11 +322,13 @@ def _json_rows(file: io.TextIOBase) -> Iterator[Row]:
     Raises:
         ValueError: a line that is not an object; the message names it.
     """
+    first = 0
     for number, line in enumerate(file, start=1):
+        first = first or number * bool(line.strip())
         try:
             row = parse_json(line) if line.strip() else None
         except ValueError as error:
-            if number == 1:  # a value on several lines
+            if number == first:  # a value on several lines
                 row = parse_json(line + file.read())
             else:
                 raise ValueError(f"line {number} is no JSON: {error}") from error
@@ -373,8 +393,10 @@ def _chosen_split(known: Collection[str], split: str | None, source: str) -> str
     return split or next(iter(known), None)
 
 
-def _rows(rows: Iterable[Row], split: str | None, source: str, column: str | None) -> Iterator[Document]:
-    """Yield a document for each row, with the row's split in its name."""
+def _rows(
+    rows: Iterable[Row], split: str | None, source: str, column: str | None, named: str | None = None
+) -> Iterator[Document]:
+    """Yield a document for each row, with the row's split in its name; errors name ``source``."""
     chosen: str | None = None
     for number, row in enumerate(_readable(rows, source)):
         if not row:
@@ -382,7 +404,7 @@ def _rows(rows: Iterable[Row], split: str | None, source: str, column: str | Non
         chosen = _text_column(row, number, source, column, chosen)
         value = row[chosen]
         names = [str(row[key]) for key in NAME_COLUMNS if key != chosen and row.get(key) not in (None, "")]
-        name = names[0] if names else f"{source}[{number}]"
+        name = names[0] if names else f"{named or source}[{number}]"
         name += f" ({split})" if split and split not in name else ""
         if isinstance(value, list) or (chosen in CHAT_COLUMNS and isinstance(parsed(value), list)):
             messages = checked_messages(value, row, f"Column {chosen!r} of {source!r} holds in row {number}")
@@ -429,13 +451,13 @@ def _text_column(row: Row, number: int, source: str, column: str | None, before:
 
 def _table(path: Path) -> str | None:
     """Return the form of the rows in a file, None for a text file."""
-    kinds = [suffix for suffix in path.suffixes if suffix not in COMPRESSED]
+    kinds = [suffix for suffix in map(str.lower, path.suffixes) if suffix not in COMPRESSED]
     return TABLES.get(kinds[-1]) if kinds else None
 
 
 def _is_table(path: Path, column: str | None) -> bool:
     """Return whether the rows of a file are documents. A ``.json`` file may hold anything else, and is a text then."""
-    return _table(path) is not None and (path.suffix != ".json" or _is_json_table(path, column))
+    return _table(path) is not None and (path.suffix.lower() != ".json" or _is_json_table(path, column))
 
 
 def _is_json_table(path: Path, column: str | None) -> bool:
@@ -461,6 +483,10 @@ def _is_json_table(path: Path, column: str | None) -> bool:
 def read_text(path: Path) -> str:
     """Return the text of a UTF-8 file; refuse any other."""
     _refuse_pointer(path)
+    return _text_of(path)
+
+
+def _text_of(path: Path) -> str:
     return _decoded(path.read_bytes(), str(path))
 
 

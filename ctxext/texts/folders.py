@@ -26,7 +26,7 @@ NO_READER = f"PDF, which takes {install_line('pdf')}"
 POINTER = "pointers of Git LFS, which `git lfs pull` turns into files"
 OUTSIDE, SPECIAL = "behind symbolic links that lead out of the folder or to nothing", "not regular files"
 # How data sets name the files of their splits: train.jsonl, test/one.txt, data/train_sft-00000-of-00002.parquet.
-SPLIT_FILE = re.compile(r"(.+?)(-\d{5}-of-\d{5})?\.(txt|parquet|jsonl?|ndjson|csv|tsv)(\.(gz|zst|bz2|xz))?")
+SPLIT_FILE = re.compile(r"(?i)(.+?)(-\d{5}-of-\d{5})?\.(txt|parquet|jsonl?|ndjson|csv|tsv)(\.(gz|zst|bz2|xz))?")
 SPLITS = {"train": "train(ing)?", "validation": "val(id(ation)?)?|dev", "test": "test(ing)?|eval(uation)?"}
 NAMED = 3  # files of a kind that a sentence names
 
@@ -123,7 +123,7 @@ def _below(path: Path) -> list[Path]:
 
 def _why_no_text(path: Path) -> str | None:
     """Return why a file is left out; None where it is read. Files with an ending of texts are read, or refused."""
-    if path.suffix in TEXTS:
+    if path.suffix.lower() in TEXTS:
         return None
     if is_pdf(path):
         return None if importlib.util.find_spec("pypdf") else NO_READER

@@ -77,7 +77,7 @@ def test_a_file_of_one_conversation_and_a_column_of_another_name(folder: Path) -
     ],
 )
 def test_what_is_no_conversation(row: dict[str, Any], message: str, tmp_path: Path) -> None:
-    with pytest.raises(InvalidParameterError, match=rf"Column 'messages' of 'chats' holds in row 0 .*{message}"):
+    with pytest.raises(InvalidParameterError, match=rf"Column 'messages' of 'chats.jsonl' holds in row 0 .*{message}"):
         list(read_documents([write(tmp_path / "chats.jsonl", row)]))
 
 

@@ -105,7 +105,7 @@ def test_a_table_of_words_holds_them_as_they_are_written(
 )
 def test_a_table_whose_form_is_in_doubt_is_refused(content: str, message: str, tmp_path: Path) -> None:
     (tmp_path / "table.csv").write_text(content)
-    with pytest.raises(InvalidParameterError, match=f"Cannot read documents from 'table': .*{message}"):
+    with pytest.raises(InvalidParameterError, match=f"Cannot read documents from 'table.csv': .*{message}"):
         list(read_documents([tmp_path / "table.csv"]))
 
 
@@ -114,9 +114,9 @@ ALIKE = [
     ([{"text": "a"}, {"text": "b"}, {"messages": CHAT}], ["a", "b", "hi"]),
     ([{"text": None, "messages": CHAT}, {"text": "a", "messages": None}], ["hi", "a"]),
     ([{"conversations": json.dumps(CHAT)}, {"conversations": CHAT}], ["hi", "hi"]),
-    ([{"text": "a"}, {"txet": "b"}], "Row 1 of 'rows' has no column 'text'"),
-    ([{"content": "a"}, {"content": "b"}, {"contents": "c"}], "Row 2 of 'rows' has no column 'content'"),
-    ([{"messages": CHAT, "id": "x"}, {"id": "y"}], "Row 1 of 'rows' has no column 'messages'"),
+    ([{"text": "a"}, {"txet": "b"}], "Row 1 of 'rows.jsonl' has no column 'text'"),
+    ([{"content": "a"}, {"content": "b"}, {"contents": "c"}], "Row 2 of 'rows.jsonl' has no column 'content'"),
+    ([{"messages": CHAT, "id": "x"}, {"id": "y"}], "Row 1 of 'rows.jsonl' has no column 'messages'"),
 ]
 
 
@@ -192,7 +192,7 @@ def test_reading_is_lazy(folder: Path) -> None:
         ("none.txt", {}, InvalidParameterError, "none.txt.*No such file"),
         ("latin.txt", {}, InvalidParameterError, "not UTF-8"),
         ("empty", {}, InvalidParameterError, "holds no text"),
-        ("broken.jsonl", {}, InvalidParameterError, "Cannot read documents from 'broken'"),
+        ("broken.jsonl", {}, InvalidParameterError, "Cannot read documents from 'broken.jsonl'"),
         ("other.jsonl", {}, InvalidParameterError, "no column 'text'.*Found: id, a, b"),
         ("other.jsonl", {"column": "c"}, UnknownNameError, "Unknown column.*'c'.*Known: a, b, id"),
         ("other.jsonl", {"column": "id"}, InvalidParameterError, "holds int in row 0"),
@@ -288,6 +288,56 @@ def test_only_data_sets_of_the_hub_need_a_cache(folder: Path, monkeypatch: pytes
         list(read_documents(["owner/name"]))
 
 
+@pytest.mark.parametrize(
+    ("name", "content", "expected"),
+    [
+        ("a.json", '\n{\n "text": "one"\n}\n', [("a[0]", "one")]),
+        ("b.json", '\n \n[\n {"text": "one"},\n {"text": "two"}]', [("b[0]", "one"), ("b[1]", "two")]),
+        ("c.jsonl", '\n\n{"text": "one"}\n\n{"text": "two"}', [("c[0]", "one"), ("c[1]", "two")]),
+        ("D.CSV", "text,name\nhello,x\n", [("x", "hello")]),
+        ("E.TSV", "text\nhello, you\n", [("E[0]", "hello, you")]),
+        ("F.Json", '{"text": "one"}', [("F[0]", "one")]),
+        ("G.TXT", "a novel", [("G", "a novel")]),
+        ("TRAIN.JSONL", '{"text": "one"}', [("TRAIN[0] (train)", "one")]),
+    ],
+)
+def test_blank_lines_and_capitals_change_no_table(
+    name: str, content: str, expected: list[tuple[str, str]], tmp_path: Path
+) -> None:
+    (tmp_path / name).write_text(content)
+    assert [(one.name, one.text) for one in read_documents([tmp_path / name])] == expected
+    texts = [text for _, text in expected]
+    assert [one.text for one in read_documents([tmp_path], split="train" if "TRAIN" in name else None)] == texts
+
+
+def test_a_column_of_what_has_none_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"typed")))
+    files = {"a.txt": "a novel", "b.md": "x", "c.json": '{"a": 1}', "d.py": "x = 1", "e.pdf": "no pdf"}
+    for name, content in files.items():
+        (tmp_path / name).write_text(content)
+    for source in ("-", *(tmp_path / name for name in files)):
+        with pytest.raises(InvalidParameterError, match="is no table and has no columns; leave out --column body"):
+            list(read_documents([source], column="body"))
+
+
+def test_an_archive_that_nothing_unpacks_names_the_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fsspec.available_compressions", lambda: [None, "gzip"])
+    (tmp_path / "a.jsonl.zst").write_bytes(b"\x28\xb5\x2f\xfd")
+    with pytest.raises(InvalidParameterError, match=r"a.jsonl.zst takes the package zstandard to read. Run `pip"):
+        list(read_documents([tmp_path / "a.jsonl.zst"]))
+
+
+def test_two_tables_of_one_name_are_told_apart(tmp_path: Path) -> None:
+    for name in ("notes.csv", "notes.v2.csv", "deep/notes.csv", "other.csv"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("text\nhello\n")
+    names = [document.name for document in read_documents([tmp_path])]
+    assert names == ["deep/notes.csv[0]", "notes.csv[0]", "notes.v2.csv[0]", "other[0]"]
+    (tmp_path / "notes.jsonl").write_text('{"text": "a"}\n{"text": 5}\n')
+    with pytest.raises(InvalidParameterError, match=r"Column 'text' of 'notes\.jsonl' holds int in row 1"):
+        list(read_documents([tmp_path]))
+
+
 def test_dates_and_numbers_in_a_table_of_json_stay_as_written(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text('{"text": "2026-01-02"}\n\n{"text": "2026-01-03", "more": 1}\n')
     assert [document.text for document in read_documents([tmp_path / "a.jsonl"])] == ["2026-01-02", "2026-01-03"]
@@ -295,5 +345,7 @@ def test_dates_and_numbers_in_a_table_of_json_stay_as_written(tmp_path: Path) ->
         file.write('{"text": "packed"}\n')
     assert [document.text for document in read_documents([tmp_path / "b.jsonl.gz"])] == ["packed"]
     (tmp_path / "c.jsonl").write_text('{"text": "a"}\n[1]\n')
-    with pytest.raises(InvalidParameterError, match=r"Cannot read documents from 'c': line 2 holds something else"):
+    with pytest.raises(
+        InvalidParameterError, match=r"Cannot read documents from 'c.jsonl': line 2 holds something else"
+    ):
         list(read_documents([tmp_path / "c.jsonl"]))

@@ -97,15 +97,15 @@ def test_json_that_is_no_table_is_text(content: str, documents: list[str] | None
 def test_tables_without_a_column_of_text_stop_nothing_else(tmp_path: Path) -> None:
     """Alone they are refused by name, with the columns that they have."""
     (tmp_path / "numbers.csv").write_text("a,b,c\nx,y,1\n")
-    with pytest.raises(InvalidParameterError, match=r"'numbers' has no column 'text'.*Found: a, b, c"):
+    with pytest.raises(InvalidParameterError, match=r"'numbers.csv' has no column 'text'.*Found: a, b, c"):
         list(read_documents([tmp_path]))
-    with pytest.raises(UnknownNameError, match="column of row 0 of 'numbers' 'd'"):
+    with pytest.raises(UnknownNameError, match="column of row 0 of 'numbers.csv' 'd'"):
         list(read_documents([tmp_path], column="d"))
     (tmp_path / "book.txt").write_text("words")
     with pytest.warns(LeftOutWarning, match=r"1 without a column of text \(numbers\.csv\)"):
         assert [document.text for document in read_documents([tmp_path])] == ["words"]
     (tmp_path / "good.jsonl").write_text('{"text": "fine"}\n{"text": ')
-    with pytest.raises(InvalidParameterError, match="Cannot read documents from 'good'"):
+    with pytest.raises(InvalidParameterError, match="Cannot read documents from 'good.jsonl'"):
         list(read_documents([tmp_path]))
 
 
