@@ -141,7 +141,7 @@ def why_unreachable(url: str) -> str | None:
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise ValueError("http:// or a host is missing")
         proxy = None if proxy_bypass(parts.hostname) else getproxies().get(parts.scheme)
-        asked = urlsplit(proxy) if proxy else parts
+        asked = urlsplit(proxy if "://" in proxy else f"http://{proxy}") if proxy else parts
         port = asked.port or {"https": 443}.get(asked.scheme, 80)
         with socket.create_connection((asked.hostname or "", port), timeout=1):
             return None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import shlex
+import socket
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ import ctxext
 from ctxext.checkpoints import write
 from ctxext.cli.app import app
 from ctxext.errors import InvalidParameterError
+from ctxext.mistakes import why_unreachable
 from tests._checkpoints import TRAINED
 from tests._models import tiny
 from tests._programs import command
@@ -106,6 +108,17 @@ def test_tokens_are_a_number_with_k_or_m(llama: Path, tmp_path: Path, tokens: st
 def test_a_number_of_tokens_may_be_written_as_it_is_printed(llama: Path, tmp_path: Path, tokens: str) -> None:
     assert command("patch", llama, tmp_path / "x", "-m", "yarn", "--target", tokens).exit_code == 0
     assert json.loads((tmp_path / "x/config.json").read_text())["max_position_embeddings"] == 16384
+
+
+@pytest.mark.parametrize("proxy", ["http://127.0.0.1:{}", "127.0.0.1:{}", "localhost:{}"])
+def test_a_proxy_is_asked_whether_its_address_has_a_scheme_or_not(proxy: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("no_proxy", "NO_PROXY", "HTTP_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        monkeypatch.setenv("http_proxy", proxy.format(port))
+        assert why_unreachable("http://models.example:8000") is None
+    assert f":{port} does not answer" in str(why_unreachable("http://models.example:8000"))
 
 
 def numbers() -> list[list[str]]:

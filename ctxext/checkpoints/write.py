@@ -135,8 +135,7 @@ def patch_checkpoint(
     name, source, destination = str(source), fetched(Path(source)), Path(destination)
     if file := gguf_at(source):
         return _unpacked(file, destination, method, link, chosen, results, arguments)
-    refuse_source(source)
-    _refuse_destination(source, destination)
+    refuse_copy(source, destination)
     contents = checked_contents(source, copied=True)
     config = read_any_config(source, trust_remote_code=trust_remote_code)
     model = meta_model(config, trust_remote_code=trust_remote_code)
@@ -291,6 +290,12 @@ def _refuse_unfit(source: Path, config: Any, contents: Contents, trust_remote_co
             report, _ = model._load_pretrained_model(model, contents.stored, None, how)
             model._finalize_model_loading(model, how, report)
         refuse_unfit(source, model, report.to_dict(), contents.stored)
+
+
+def refuse_copy(source: Path, destination: Path) -> None:
+    """Raise ``CheckpointError`` for a source that is no whole model, or a destination that is in the way or inside."""
+    refuse_source(source)
+    _refuse_destination(source, destination)
 
 
 def _refuse_destination(source: Path, destination: Path) -> None:

@@ -92,10 +92,6 @@ def ask(
         why = "--json prints answers to questions that are given" if as_json else "-t - reads all that is typed as text"
         raise InvalidParameterError(f"{why}. Give a question.")
 
-    documents = list(read_documents(asked.text, split=asked.split, column=asked.column))
-    together = "\n\n".join(f"# {one.name}\n\n{one.text}" if documents[1:] else one.text for one in documents)
-    if not together.strip():
-        raise InvalidParameterError(f"{', '.join(asked.text)} holds no text to ask about.")
     if asked.keep is not None:
         if asked.compile:
             raise InvalidParameterError(
@@ -105,6 +101,10 @@ def ask(
     if asked.select is not None and (asked.keep is not None or not questions):
         why = "--keep is for a whole text" if asked.keep is not None else "--select chooses by the question"
         raise InvalidParameterError(f"{why}. Leave --select out, or give a question without --keep.")
+    documents = list(read_documents(asked.text, split=asked.split, column=asked.column))
+    together = "\n\n".join(f"# {one.name}\n\n{one.text}" if documents[1:] else one.text for one in documents)
+    if not together.strip():
+        raise InvalidParameterError(f"{', '.join(asked.text)} holds no text to ask about.")
 
     from transformers import TextStreamer
 
@@ -123,11 +123,17 @@ def ask(
             parts.update(zip(questions, select(checkpoint.tokenizer, together, questions, asked.select), strict=True))
         if extension.method is not None:  # first: a tokenizer out of a GGUF file takes seconds
             extend_loaded(checkpoint, **extension.arguments())
-        longest = max((part.text for part in parts.values()), key=len, default=together)
-        given = (longest, questions, asked.tokens, asked.complete, asked.keep, asked.compile)
-        text = ReadText(checkpoint.model, checkpoint.tokenizer, *given)
+        given = (asked.tokens, asked.complete, asked.keep, asked.compile)
+        whole = ReadText(checkpoint.model, checkpoint.tokenizer, together, questions, *given)
+        selected = (replace(whole, text=part.text, questions=[one]) for one, part in parts.items())
+        text = max(selected, key=lambda part: part.needed, default=whole)
         if extension.method is None:
             text.extend(extension.sliding_window)
+        if parts and text.needed > text.window:
+            raise InvalidParameterError(
+                f"--select {asked.select}: text, question and answer take {text.needed:,} tokens, and the model's "
+                f"window has {text.window:,}. Select fewer."
+            )
         return text, text.cut()
 
     parts = dict[str, SelectedText]()

@@ -21,6 +21,7 @@ from ctxext.cli.options import (
     token_option,
 )
 from ctxext.errors import CheckpointError
+from ctxext.files import gguf_at
 
 if TYPE_CHECKING:
     from ctxext.choosing.choose import ChoiceSettings
@@ -97,6 +98,10 @@ def choose(*, texts: TextOptions, asked: ChoiceOptions, source: SourceOptions, r
             f"--save copies a checkpoint directory, and {source.checkpoint or 'the default checkpoint'} is none. "
             f"Leave it out; the choice (-o choice.json) names the method for ctxext patch."
         )
+    if results.save is not None and gguf_at(str(source.checkpoint)) is None:
+        from ctxext.checkpoints.write import refuse_copy
+
+        refuse_copy(Path(str(source.checkpoint)), results.save)
     from ctxext.choosing.choose import PlannedChoice
     from ctxext.choosing.report import choice_page
     from ctxext.measuring.forward import pass_cost

@@ -63,8 +63,9 @@ def show(options: DemoOptions) -> None:
     """
     files = _prepare(options.output)
     source, written = SourceOptions(checkpoint=options.model), OutputOptions(output=files)
+    document = document_of(options)
     session = Session(source, written, methods=options.method or ())
-    console, demo = session.console, session.planned(lambda: plan(session.checkpoint, options))
+    console, demo = session.console, session.planned(lambda: plan(session.checkpoint, options, document))
     with status(terminal(stderr=True), "Timing two layers ..."):
         announcement = demo.announcement(demo.pace())
     session.announce(demo.trained_length, f", {announcement}")
@@ -316,14 +317,8 @@ class Demo(Survey[ReadAndAnswer]):
         )
 
 
-def plan(checkpoint: Checkpoint, options: DemoOptions) -> Demo:
-    """Plan the demo: the same on every machine.
-
-    Raises:
-        UnknownNameError: an unknown method.
-        InvalidParameterError: a factor or length out of range, a method twice, or a text that is too short.
-        IncompatibleError: a method that cannot be right on this model.
-    """
+def document_of(options: DemoOptions) -> Document:
+    """Read the text of the demo, or raise ``InvalidParameterError``; standard input can be read once."""
     # A second document is enough to refuse: a folder or a data set may hold many.
     documents = list(islice(read_documents([options.text]), 2)) if options.text else [default_text()]
     if len(documents) != 1:
@@ -331,6 +326,17 @@ def plan(checkpoint: Checkpoint, options: DemoOptions) -> Demo:
         raise InvalidParameterError(
             f"text: the text of the demo must be one document, found {several} in {options.text!r}. Give one text file."
         )
+    return documents[0]
+
+
+def plan(checkpoint: Checkpoint, options: DemoOptions, document: Document) -> Demo:
+    """Plan the demo: the same on every machine.
+
+    Raises:
+        UnknownNameError: an unknown method.
+        InvalidParameterError: a factor or length out of range, a method twice, or a text that is too short.
+        IncompatibleError: a method that cannot be right on this model.
+    """
     readings = Readings(checkpoint)
     trained, names = readings.trained_length, options.method or METHODS
     readings.windows = (trained // 2, trained)  # truncations: set before the readings are listed
@@ -345,7 +351,7 @@ def plan(checkpoint: Checkpoint, options: DemoOptions) -> Demo:
             f"{options.factor:g} times it), found {length:,}. Raise --factor to go further."
         )
     tokenizer, prefix = checkpoint.tokenizer, special_prefix(checkpoint.tokenizer)
-    text = tokenise(documents[0], tokenizer, prefix=prefix)
+    text = tokenise(document, tokenizer, prefix=prefix)
     corpus = Corpus((text,), prefix_label(tokenizer, prefix), 1)
     journal = Journal(options.output / UNFINISHED / "jobs.jsonl", identity=options.output / UNFINISHED / "demo.json")
     passage = Passage.of(text, tokenizer, length)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -12,7 +11,7 @@ from typer.core import TyperGroup
 
 from ctxext.cli.eval.common import ending_on_interrupt
 from ctxext.cli.options import Json, Markdown, StrictCommand, grouped, option, option_group
-from ctxext.files import refuse_read_only
+from ctxext.files import json_text, refuse_read_only
 from ctxext.mistakes import refuse_unknown
 from ctxext.progress import StageBar, terminal
 from ctxext.registry import method_names
@@ -129,7 +128,7 @@ def run(
         laboratory.measure(jobs, progress=bar)
     result = laboratory.result()
     page = lab_page(result)
-    written = write_page(page, output, "lab", json.dumps(result.to_dict(), ensure_ascii=False) + "\n")
+    written = write_page(page, output, "lab", json_text(result.to_dict(), ensure_ascii=False) + "\n")
     page.show(console)
     console.print(f"\nWritten: {written[0]} (open it), {', '.join(map(str, written[1:]))}", soft_wrap=True)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import json
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -29,7 +28,7 @@ from typer.core import TyperCommand
 
 from ctxext.checkpoints.bundled import default_checkpoint, is_bundled
 from ctxext.errors import CtxextError, InvalidParameterError, require_package
-from ctxext.files import gguf_at, refuse_no_weights, refuse_read_only, whole_file, write_whole
+from ctxext.files import gguf_at, json_text, refuse_no_weights, refuse_read_only, whole_file, write_whole
 from ctxext.mistakes import refuse_mistakes
 from ctxext.progress import saying_what_is_left_out, terminal
 from ctxext.quantities import LARGEST, parameters_said
@@ -75,7 +74,9 @@ class StrictCommand(TyperCommand):
     def _with_target(self, args: list[str]) -> list[str]:
         """Return the arguments with the tokens to extend to spelled as this command does."""
         flags = {flag for option in self.params for flag in option.opts}
-        spelled = next((flag for flag in TARGET if flag in flags), None)
+        # Where a factor is given by default, a length is no target, but what is read at that factor.
+        by_factor = any(option.name == "factor" and option.default is not None for option in self.params)
+        spelled = None if by_factor else next((flag for flag in TARGET if flag in flags), None)
         words = [argument.partition("=") for argument in args]
         others = {*TARGET} - flags
         return ["".join((spelled if spelled and flag in others else flag, *rest)) for flag, *rest in words]
@@ -117,7 +118,12 @@ def _refuse_files(given: Mapping[str, Any]) -> None:
         # Where no documents are counted, things are hidden in one.
         lengths = given.get("length") if "documents" in given else ()
         least = max(lengths) if isinstance(lengths, list | tuple) and lengths else given.get("target")
-        require_sources(texts if isinstance(texts, list | tuple) else [texts], least or 2)
+        texts = texts if isinstance(texts, list | tuple) else [texts]
+        require_sources(texts, least or 2)
+        written = given.get("output")
+        for output in written if isinstance(written, list | tuple) else ():
+            if os.path.realpath(output) in map(os.path.realpath, texts):
+                raise InvalidParameterError(f"{output} is a text that is read. Give another --output.")
     place = given.get("checkpoint") or given.get("source")
     if not place:
         return
@@ -134,7 +140,7 @@ def _refuse_files(given: Mapping[str, Any]) -> None:
 def print_json(value: Any) -> None:
     """Print a value, or the fields of a dataclass, as JSON."""
     whole = is_dataclass(value) and not isinstance(value, type)
-    typer.echo(json.dumps(asdict(value) if whole else value, indent=2, default=str))
+    typer.echo(json_text(asdict(value) if whole else value, indent=2, default=str))
 
 
 def run_script(command: Callable[..., None]) -> None:
@@ -527,19 +533,17 @@ class OutputOptions:
         Raises:
             InvalidParameterError: a file that cannot be written.
         """
-        data = json.dumps(result.to_dict(), indent=1) + "\n"
+        data = json_text(result.to_dict(), indent=1) + "\n"
         (figure,) = page.figures
-        picture = next((path.name for path in self.output or () if path.suffix == ".png"), None)
+        picture = next((path for path in self.output or () if path.suffix == ".png"), None)
         for path in self.output or ():
             try:
                 if path.suffix == ".png":
                     with whole_file(path) as half:
                         figure.save(half)
                 else:
-                    write_whole(
-                        path,
-                        data if path.suffix == ".json" else page.markdown({figure.name: picture} if picture else {}),
-                    )
+                    shown = {figure.name: Path(os.path.relpath(picture, path.parent)).as_posix()} if picture else {}
+                    write_whole(path, data if path.suffix == ".json" else page.markdown(shown))
             except OSError as error:
                 raise InvalidParameterError(f"Cannot write {str(path)!r}: {error.strerror}.") from error
         if self.as_json:

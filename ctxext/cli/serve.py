@@ -45,6 +45,15 @@ class ServerOptions:
         least=1,
     )
 
+    def __post_init__(self) -> None:
+        if self.api_key == "":
+            raise InvalidParameterError("--api-key is empty. Give a key, or leave it out to answer all clients.")
+        alone = {"--compile": self.compile, "--keep-tokens": self.keep_tokens is not None}
+        for flag in [flag for flag, given in alone.items() if given and self.continuous_batching]:
+            raise InvalidParameterError(f"{flag} is for requests one by one. Leave it out, or --continuous-batching.")
+        if self.cached_tokens is not None and not self.continuous_batching:
+            raise InvalidParameterError("--cached-tokens is for --continuous-batching. Leave it out, or give both.")
+
 
 @grouped
 def serve(
@@ -70,8 +79,6 @@ def serve(
     listening = bound(server.host, server.port)
     loading = source.loading | extension.arguments() | {"name": server.name}
     served = load_served(source.checkpoint, weights=False, **loading)
-    if server.continuous_batching and server.compile:
-        raise InvalidParameterError("--compile is for requests one by one. Leave it out, or --continuous-batching.")
     if server.continuous_batching:
         require_batches(served.checkpoint.model)
     if not served.checkpoint.has_weights:

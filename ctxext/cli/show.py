@@ -134,12 +134,17 @@ def repeats_in(texts: Sequence[str], tokenizer: Any, window: int | None) -> list
     """Return how much each text repeats from beyond the window.
 
     Raises:
-        InvalidParameterError: nothing says how long the window is.
+        InvalidParameterError: nothing says how long the window is, or a text is empty.
     """
     if window is None:
         raise InvalidParameterError("The config names no trained length to look beyond. Give --trained-length.")
-    documents = (tokenise(document, tokenizer, prefix=()) for document in read_documents(texts))
-    return [repeats_of(one.name, one.input_ids[0].tolist(), window) for one in documents]
+    found = list[Repeats]()
+    for text in texts:
+        documents = [tokenise(document, tokenizer, prefix=()) for document in read_documents([text])]
+        if not documents:
+            raise InvalidParameterError(f"{text!r} holds no text. Leave it out.")
+        found += (repeats_of(one.name, one.input_ids[0].tolist(), window) for one in documents)
+    return found
 
 
 def show_repeats(repeats: Sequence[Repeats], checkpoint: str, said: Sequence[str], console: Console) -> None:

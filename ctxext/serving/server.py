@@ -172,8 +172,9 @@ def bound(host: str, port: int) -> socket.socket:
         taken = socket.socket(family, kind, protocol)
         taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         taken.bind(address)
-    except OSError as error:
-        raise InvalidParameterError(f"{host}:{port} cannot be listened on: {error.strerror}. Give another.") from error
+    except (OSError, UnicodeError) as error:  # the second of a name that no host can have
+        why = error.strerror if isinstance(error, OSError) else "it is no name of a host"
+        raise InvalidParameterError(f"{host}:{port} cannot be listened on: {why}. Give another.") from error
     return taken
 
 

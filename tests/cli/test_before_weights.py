@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from safetensors.torch import save_file
 from transformers import BertConfig, BertForMaskedLM, LlamaConfig, LlamaForCausalLM
 
 import ctxext
@@ -35,6 +36,11 @@ MISTAKES = {
     "eval masked BERT -m pi -f 2 -t SHORT": TOO_SHORT,
     "eval masked BERT -m pi -f 2 -l 4096": "4,096 tokens",
     "choose HERE --target 512 -t SHORT": "No text is as long as the target",
+    "choose HERE --target 512 -t LONG --save HERE/new": "new lies inside the checkpoint that it is made from",
+    "choose ADAPTER --target 512 -t LONG --save OUT": "ADAPTER holds an adapter and not a whole model",
+    "ask HERE what -t LONG --select 1024 --tokens 9": "--select 1024: text, question and answer take 1,0",
+    "ask HERE what -q 'which line is it' -t LONG --select 300 -m yarn -f 1 --tokens 9": "window has 256. Select fewer.",
+    "inspect HERE --text LONG --text EMPTY": "EMPTY' holds no text. Leave it out.",
     "choose HERE --target 100 -t LONG": "needs no extension",
     "choose HERE --target 512 -t LONG -t LONG --budget '5 passes'": "The budget is too small",
     f"serve HERE --port 0 {BAD}": REFUSED,
@@ -74,6 +80,9 @@ def places(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]
         model.save_pretrained(place / name)
     ctxext.save(ctxext.patch(model, "yarn", factor=2), place / "EXTENDED", tokenizer=tokenizer)
     BertForMaskedLM(BertConfig(**shape)).save_pretrained(place / "BERT")
+    (place / "ADAPTER").mkdir()
+    (place / "ADAPTER" / "adapter_config.json").write_text("{}")
+    save_file({}, place / "ADAPTER" / "adapter_model.safetensors")
     for name in ("HERE", "BERT"):
         tokenizer.save_pretrained(place / name)
     for name, text in {"SHORT": "too short", "EMPTY": " ", "ONE": "1"}.items():
@@ -95,10 +104,8 @@ def no_weights(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _put(words: str, places: dict[str, str]) -> list[str]:
-    return [
-        word.replace("USED", places["USED"]) if "USED" in word else places.get(word, word)
-        for word in shlex.split(words)
-    ]
+    parts = [word.partition("/") for word in shlex.split(words)]
+    return [places.get(first, first) + slash + rest for first, slash, rest in parts]
 
 
 @pytest.mark.slow

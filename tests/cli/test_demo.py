@@ -33,11 +33,13 @@ from ctxext.cli.demo import (
     ReadAndAnswer,
     TextReading,
     default_text,
+    document_of,
     plan,
     read_and_answer,
     sentences,
 )
 from ctxext.cli.options import DemoOptions
+from ctxext.errors import InvalidParameterError
 from ctxext.measuring.checkpoint import load_checkpoint
 from ctxext.measuring.labels import tokens_label
 from ctxext.measuring.loss import loss_by_position
@@ -129,7 +131,8 @@ def test_what_is_finished_outlives_an_interruption(
 
 @pytest.fixture
 def planned(checkpoint: Path, files: Path, tmp_path: Path) -> Demo:
-    return plan(load_checkpoint(str(checkpoint)), DemoOptions(text=files / "long.txt", output=tmp_path / "out"))
+    options = DemoOptions(text=files / "long.txt", output=tmp_path / "out")
+    return plan(load_checkpoint(str(checkpoint)), options, document_of(options))
 
 
 @pytest.mark.slow
@@ -252,6 +255,15 @@ def test_bad_input(checkpoint: Path, files: Path, tmp_path: Path, arguments: lis
             del given[name]
     found = call(*(part for pair in given.items() for part in pair), *rest)
     assert re.search(message, refusal(found)), found.output
+
+
+def test_standard_input_is_read_once(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The demo is planned twice: before its weights are loaded, and after."""
+    monkeypatch.setattr(Demo, "announcement", lambda *_: (_ for _ in ()).throw(InvalidParameterError("planned")))
+    monkeypatch.setattr(Demo, "pace", lambda _: 0.0)
+    words = ["demo", "--model", str(checkpoint), "--text", "-", "--output", str(tmp_path / "out")]
+    long = "".join(f"Line {i}: the rain falls and the river runs.\n" for i in range(100))
+    assert "Error: planned" in refusal(CliRunner().invoke(app, words, input=long))
 
 
 def test_labels_and_edges() -> None:

@@ -205,6 +205,16 @@ MISTAKES = {
     "serve HERE --dtype fp33": "'fp33' is not one of",
     "serve HERE --device cudda": "Device 'cudda' cannot be used here",
     "check HERE --url http://127.0.0.1:1 --length 31": "31 tokens are too few. Give 32 or more.",
+    "serve HERE --continuous-batching --compile": "--compile is for requests one by one. Leave it out, or",
+    "serve HERE --continuous-batching --keep-tokens 0": "--keep-tokens is for requests one by one. Leave it out, or",
+    "serve HERE --cached-tokens 99": "--cached-tokens is for --continuous-batching. Leave it out, or give both.",
+    "serve HERE --api-key ''": "--api-key is empty. Give a key, or leave it out",
+    "ask HERE -t bare/whole.gguf -q x --keep kept --compile": "--keep writes a cache that grows, and --compile needs",
+    "ask HERE -t bare/whole.gguf -q x --keep kept --select 512": "--keep is for a whole text. Leave --select out",
+    "ask HERE -t bare/whole.gguf --select 512": "--select chooses by the question. Leave --select out, or give",
+    "eval perplexity HERE -t bare/notes.md -o bare/../bare/notes.md": "notes.md is a text that is read. Give another",
+    "show yarn --target 64": "No such option: --target",
+    "demo --target 64": "No such option: --target",
     "serve HERE --cached-tokens 0": "0 tokens are too few. Give 1 or more.",
     "check HERE --url nonsense": "nonsense is not an address such as http://127.0.0.1:8000",
     "check HERE --url http://here:99999": "http://here:99999 is not an address such as http://127.0.0.1:8000",
@@ -225,7 +235,7 @@ def answers(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, 
     (place / "text.txt").write_text("text")
     (place / "bare").mkdir()
     damaged = {"config.json": b"{}", "broken.gguf": b"GGUF" + b"x" * 999, "whole.gguf": b"GGUF\3".ljust(24, b"\0")}
-    for name, content in (damaged | {"empty.txt": b""}).items():
+    for name, content in (damaged | {"empty.txt": b"", "notes.md": b"some words"}).items():
         (place / "bare" / name).write_bytes(content)
     lines: dict[str, tuple[str, list[str], dict[str, str]]] = {}
     for words in COMPLETIONS:

@@ -19,8 +19,10 @@ from starlette.exceptions import HTTPException
 
 import ctxext
 from ctxext.caches.records import PAGED_IN_LAYERS
+from ctxext.errors import InvalidParameterError
 from ctxext.serving.endpoints import Completions, fit
 from ctxext.serving.load import load_served
+from ctxext.serving.server import bound
 from tests._checkpoints import save_with_tokenizer
 from tests._models import byte_model, trained_for
 from tests._programs import command
@@ -281,3 +283,6 @@ def test_what_cannot_be_served_is_a_sentence_at_start(tmp_path: Path) -> None:
     assert "factor: only with a method" in refused.stderr
     refused = command("serve", place, "--host", "no.such.host.invalid")
     assert "cannot be listened on" in refused.stderr
+    for host in ("a..b", "a" * 64, f"{'b' * 70}.example"):
+        with pytest.raises(InvalidParameterError, match=f"{host}:0 cannot be listened on: .* Give another"):
+            bound(host, 0)

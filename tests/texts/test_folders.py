@@ -99,13 +99,13 @@ def test_tables_without_a_column_of_text_stop_nothing_else(tmp_path: Path) -> No
     (tmp_path / "numbers.csv").write_text("a,b,c\nx,y,1\n")
     with pytest.raises(InvalidParameterError, match=r"'numbers.csv' has no column 'text'.*Found: a, b, c"):
         list(read_documents([tmp_path]))
-    with pytest.raises(UnknownNameError, match="column of row 0 of 'numbers.csv' 'd'"):
+    with pytest.raises(UnknownNameError, match=r"column of row 0 of 'numbers.csv' 'd'"):
         list(read_documents([tmp_path], column="d"))
     (tmp_path / "book.txt").write_text("words")
     with pytest.warns(LeftOutWarning, match=r"1 without a column of text \(numbers\.csv\)"):
         assert [document.text for document in read_documents([tmp_path])] == ["words"]
     (tmp_path / "good.jsonl").write_text('{"text": "fine"}\n{"text": ')
-    with pytest.raises(InvalidParameterError, match="Cannot read documents from 'good.jsonl'"):
+    with pytest.raises(InvalidParameterError, match=r"Cannot read documents from 'good.jsonl'"):
         list(read_documents([tmp_path]))
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import json
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -22,7 +21,7 @@ from ctxext.cli.options import (
     option_group,
     token_option,
 )
-from ctxext.files import refuse_read_only
+from ctxext.files import json_text, refuse_read_only
 from ctxext.registry import method_names
 
 
@@ -116,7 +115,7 @@ def compare(
     result = comparison.result()
     page = comparison_page(result)
     with console.status("Drawing the report ..."):
-        data = json.dumps(result.to_dict(), indent=1, ensure_ascii=False) + "\n"
+        data = json_text(result.to_dict(), indent=1, ensure_ascii=False) + "\n"
         written = write_page(page, output, "report", data)
     page.show(console)
     console.print(f"\nWritten: {written[0]} (open it), {', '.join(map(str, written[1:]))}", soft_wrap=True)
