@@ -293,7 +293,7 @@ def _refuse_unfit(source: Path, config: Any, contents: Contents, trust_remote_co
 
 
 def refuse_copy(source: Path, destination: Path) -> None:
-    """Raise ``CheckpointError`` for a source that is no whole model, or a destination that is in the way or inside."""
+    """Refuse a source without a whole model, and a destination that is in the way or inside the source."""
     refuse_source(source)
     _refuse_destination(source, destination)
 

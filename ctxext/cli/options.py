@@ -74,7 +74,7 @@ class StrictCommand(TyperCommand):
     def _with_target(self, args: list[str]) -> list[str]:
         """Return the arguments with the tokens to extend to spelled as this command does."""
         flags = {flag for option in self.params for flag in option.opts}
-        # Where a factor is given by default, a length is no target, but what is read at that factor.
+        # Where a factor is given by default, a length says how much is read, and not how far to extend.
         by_factor = any(option.name == "factor" and option.default is not None for option in self.params)
         spelled = None if by_factor else next((flag for flag in TARGET if flag in flags), None)
         words = [argument.partition("=") for argument in args]

@@ -259,7 +259,7 @@ class CallParser(ResponseParser):  # type: ignore[misc]
             super()._close_current(events)
             for call in response_events_to_chunks(events[before:]):
                 if isinstance(call, ToolCall) and not isinstance(call.name, str):
-                    raise TypeError(f"{call.name!r} is no name")
+                    raise TypeError(call.name)
         except OF_TEMPLATES:
             said = self._buffer[self._begun : self._pos]
             events[before:] = [{"type": "region_chunk", "field": "content", "text": said}]
@@ -335,12 +335,12 @@ class Templates(Endpoint):
         """Return the tokens of a conversation, or refuse what its template cannot show."""
         if self.tokenizer.chat_template is None:
             raise refusal("This model's tokenizer has no chat template. Ask /v1/completions.")
-        tools = request.shown or None
+        tools = request.shown or None  # a tokenizer with several templates chooses by them
         try:
             environment = _compile_jinja_template(template := self.tokenizer.get_chat_template(tools=tools)).environment
             read = meta.find_undeclared_variables(environment.parse(template)) - environment.globals.keys()
         except OF_TEMPLATES as error:
-            raise refusal(f"This model's chat template cannot be read: {error} Ask /v1/completions.") from error
+            raise refusal(f"This model's chat template cannot be read ({error}). Ask /v1/completions.") from error
         if tools and "tools" not in read:
             raise refusal("tools: this model's chat template does not show them. Leave them out.")
         variables = (request.chat_template_kwargs or {}) | (
@@ -478,7 +478,7 @@ class Responses(Templates):
         names = events.msg_id, events.reasoning_id
 
         def closed() -> list[str]:
-            """End the item that is open, and let the next one have its own id, place and text."""
+            """End the item that is open, and prepare the id, place and text of the next one."""
             lines: list[str] = []
             if events.reasoning_open:
                 lines += events.finish_reasoning()
@@ -499,7 +499,7 @@ class Responses(Templates):
             if piece.reasoning:
                 lines += [] if events.reasoning_open else closed() + events.start_reasoning()
                 lines += events.reasoning_delta(piece.reasoning)
-            blank += "" if events.message_open else piece.text  # between items, it is no message
+            blank += "" if events.message_open else piece.text  # blanks alone begin no message
             if piece.text and (events.message_open or blank.strip()):
                 lines += [] if events.message_open else closed() + events.start_message()
                 lines += events.text_delta(blank or piece.text)

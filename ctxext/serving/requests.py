@@ -241,7 +241,7 @@ class Format(Exactly):
     @property
     def schema_(self) -> JsonObject | None:
         """Schema that the answer has to keep."""
-        return self.json_schema and self.json_schema.schema_
+        return None if self.json_schema is None else self.json_schema.schema_
 
 
 class FlatFormat(Sent):
@@ -464,7 +464,7 @@ def _clash(request: Sampling) -> str | None:
     if len(lengths) > 1:
         return "max_tokens, max_completion_tokens: they mean the same, and differ. Leave one out."
     if request.effort not in (None, (request.chat_template_kwargs or {}).get("reasoning_effort", request.effort)):
-        return "chat_template_kwargs: its reasoning_effort differs from that of the request. Leave one out."
+        return "chat_template_kwargs: reasoning_effort is given twice, and differs. Leave one out."
     names = [function.name for function in request.functions]
     if twice := next((name for name in names if names.count(name) > 1), None):
         return f"tools: two of them are named {twice!r}. Rename one."
@@ -478,6 +478,7 @@ def _clash(request: Sampling) -> str | None:
             return "tool_choice: a call of a tool has no other format."
         if request.stop:
             return "stop: a call of a tool that tool_choice demands ends by itself. Leave stop out."
+    # With min_tokens, the form may allow no other token.
     if request.stop_token_ids and (request.forced or request.schema_asked is not None):
         return "stop_token_ids: an answer of a forced form ends by itself. Leave stop_token_ids out."
     if request.functions and request.parallel_tool_calls is False and not request.forced:

@@ -36,8 +36,8 @@ from ctxext.serving.requests import refusal
 
 JSON = re.compile(r"application/([\w.-]+\+)?json\s*(;|$)", re.IGNORECASE)
 # Settings of a generation that batches of transformers pass over, and values by which they ask for nothing.
-ALONE = {"stop_strings": None, "max_time": None, "bad_words_ids": None, "sequence_bias": None, "guidance_scale": 1}
-ALONE |= dict.fromkeys(("no_repeat_ngram_size", "min_length", "min_new_tokens"), 0)
+ALONE: dict[str, Any] = dict.fromkeys(("stop_strings", "max_time", "bad_words_ids", "sequence_bias"))
+ALONE |= {"guidance_scale": 1} | dict.fromkeys(("no_repeat_ngram_size", "min_length", "min_new_tokens"), 0)
 ALONE |= dict.fromkeys(("forced_bos_token_id", "forced_eos_token_id", "begin_suppress_tokens", "watermarking_config"))
 ALONE |= {"exponential_decay_length_penalty": None}
 ENDPOINTS = {"/v1/chat/completions": Chats, "/v1/completions": Completions, "/v1/responses": Responses}
@@ -50,7 +50,7 @@ def require_batches(model: Any) -> None:
     if isinstance(entry := model.init_continuous_batching, ContinuousBatching):
         entry.require()
     said = model.generation_config
-    ignored = [name for name, neutral in ALONE.items() if getattr(said, name, None) not in (None, neutral)]
+    ignored = [name for name, neutral in ALONE.items() if getattr(said, name, None) not in (None, [], neutral)]
     if ignored:
         raise IncompatibleError(
             f"The checkpoint's generation_config asks for {', '.join(ignored)}, which continuous batches cannot do. "
@@ -100,8 +100,8 @@ def application(
         if compiles and ((reason := why_no_graph(subject)) or not served.window):
             LOG.warning("Steps are no graphs: %s.", reason or "its window is unknown")
             compiles = False
-        kind = GraphPrefixes if compiles else Prefixes
-        engine = OneByOne(model, kind(subject, keep_tokens, served.window if compiles else None))
+        kept = GraphPrefixes if compiles else Prefixes
+        engine = OneByOne(model, kept(subject, keep_tokens, served.window if compiles else None))
         if keep_tokens and engine.prefixes.why_not:
             LOG.info("Every prompt is read from its beginning: %s.", engine.prefixes.why_not)
     ends = model.generation_config.eos_token_id
@@ -173,7 +173,7 @@ def bound(host: str, port: int) -> socket.socket:
         taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         taken.bind(address)
     except (OSError, UnicodeError) as error:  # the second of a name that no host can have
-        why = error.strerror if isinstance(error, OSError) else "it is no name of a host"
+        why = error.strerror if isinstance(error, OSError) else "no host can have this name"
         raise InvalidParameterError(f"{host}:{port} cannot be listened on: {why}. Give another.") from error
     return taken
 

@@ -117,7 +117,7 @@ def _read(source: str, split: str | None, column: str | None) -> Iterator[Docume
     if split is not None and (source == "-" or path.is_file()):
         _chosen_split({name} if (name := split_named(Path(path.name))) else (), split, source)
     if column is not None and (source == "-" or (path.is_file() and not _is_table(path, column))):
-        raise InvalidParameterError(f"{source!r} is no table and has no columns; leave out --column {column}.")
+        raise InvalidParameterError(f"{source!r} is read as text, without columns. Leave out --column {column}.")
     if source == "-":
         yield Document("standard input", _decoded(sys.stdin.buffer.read(), "standard input"))
     elif path.is_dir():
@@ -251,7 +251,7 @@ def _read_file(path: Path, column: str | None, inside: Path | None = None, alone
         yield from _rows(_table_rows(path), split, path.name, column, _stem(path) if alone else name)
     else:
         try:
-            yield Document(name, _text_of(path))
+            yield Document(name, _decoded(path.read_bytes(), str(path)))
         except OSError as error:
             raise InvalidParameterError(f"Cannot read the text {str(path)!r}: {error.strerror}.") from error
 
@@ -483,10 +483,6 @@ def _is_json_table(path: Path, column: str | None) -> bool:
 def read_text(path: Path) -> str:
     """Return the text of a UTF-8 file; refuse any other."""
     _refuse_pointer(path)
-    return _text_of(path)
-
-
-def _text_of(path: Path) -> str:
     return _decoded(path.read_bytes(), str(path))
 
 

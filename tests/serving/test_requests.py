@@ -335,7 +335,7 @@ TOGETHER: list[tuple[str, dict[str, Any], str | None]] = [
     (CHAT, {"response_format": {"type": "text"}, "stop_token_ids": [50]}, None),
     (CHAT, {"max_completion_tokens": 5}, "max_tokens, max_completion_tokens: they mean the same"),
     (CHAT, {"max_completion_tokens": 7}, None),
-    (CHAT, LOW | {"chat_template_kwargs": {"reasoning_effort": "high"}}, "chat_template_kwargs: its reasoning_effort"),
+    (CHAT, LOW | {"chat_template_kwargs": {"reasoning_effort": "high"}}, "chat_template_kwargs: reasoning_effort is"),
     (RESPONSES, {"reasoning": {"effort": "low"}, "chat_template_kwargs": {"reasoning_effort": 1}}, "chat_template"),
     (CHAT, LOW | {"chat_template_kwargs": LOW}, None),
     (CHAT, LOW | {"chat_template_kwargs": {"mood": "calm"}}, None),

@@ -316,7 +316,7 @@ def test_a_column_of_what_has_none_is_refused(tmp_path: Path, monkeypatch: pytes
     for name, content in files.items():
         (tmp_path / name).write_text(content)
     for source in ("-", *(tmp_path / name for name in files)):
-        with pytest.raises(InvalidParameterError, match="is no table and has no columns; leave out --column body"):
+        with pytest.raises(InvalidParameterError, match=r"is read as text, without columns\. Leave out --column body"):
             list(read_documents([source], column="body"))
 
 
