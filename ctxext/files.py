@@ -307,11 +307,6 @@ def write_whole(path: Path, content: str | bytes) -> None:
         os.fsync(file.fileno())
 
 
-def json_text(value: Any, *, default: Callable[[Any], str] | None = None, **form: Any) -> str:
-    """Return a value as JSON; numbers that are not finite, for which JSON has no word, are null."""
-    return json.dumps(json.loads(json.dumps(value, default=default), parse_constant=lambda _: None), **form)
-
-
 def write_json(path: Path, content: dict[str, Any]) -> None:
     """Write a file whole or not at all."""
     write_whole(path, json.dumps(content, indent=2) + "\n")

@@ -10,8 +10,8 @@ from typer import Option
 from typer.core import TyperGroup
 
 from ctxext.cli.eval.common import ending_on_interrupt
-from ctxext.cli.options import Json, Markdown, StrictCommand, grouped, option, option_group
-from ctxext.files import json_text, refuse_read_only
+from ctxext.cli.options import Json, Markdown, StrictCommand, grouped, json_text, option, option_group
+from ctxext.files import refuse_read_only
 from ctxext.mistakes import refuse_unknown
 from ctxext.progress import StageBar, terminal
 from ctxext.registry import method_names

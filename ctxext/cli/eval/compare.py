@@ -17,11 +17,12 @@ from ctxext.cli.options import (
     SourceOptions,
     TextOptions,
     grouped,
+    json_text,
     option,
     option_group,
     token_option,
 )
-from ctxext.files import json_text, refuse_read_only
+from ctxext.files import refuse_read_only
 from ctxext.registry import method_names
 
 
