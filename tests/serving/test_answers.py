@@ -365,7 +365,7 @@ def test_invalid_bytes_of_byte_tokens_end_no_answer(together: bool, monkeypatch:
             if not together:
                 (choice,) = server.choices(prompt=said, max_tokens=0, echo=True, logprobs=0)
                 assert len(choice["logprobs"]["tokens"]) == len(said)
-        monkeypatch.setattr("ctxext.serving.answers.Draw._weighed", lambda *_: iter(()).__next__())
+        monkeypatch.setattr("ctxext.serving.answers.Draw._weighed", lambda *_: {}[0])
         assert server.raw(TEXT, {"prompt": "a"})[0] == 500
         say(monkeypatch, [ids("a"), 1])
         assert server.text(prompt="a") == "a"  # what one request ends in ends no other
