@@ -46,6 +46,8 @@ def asked(port: int, prompt: str, new: int) -> tuple[float, float, int]:
             if not line.startswith(b"data: {"):
                 continue
             event = json.loads(line[6:])
+            if "error" in event:
+                raise RuntimeError(event["error"]["message"])
             usage = event.get("usage") or usage
             if event["choices"]:
                 times.append(time.perf_counter())

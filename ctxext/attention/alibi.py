@@ -104,7 +104,8 @@ class AlibiAttend:
         rule = LengthRule(self.method, self.alibi.trained_length)
         if filling is not None:
             filling.spoil()  # the cache already contains the keys of this layer
-        if isinstance(mask.length, int) and not rule.by_request:
+        continues = filling is not None and filling.continues  # cached keys may be fitted to another length
+        if isinstance(mask.length, int) and not (rule.by_request or continues):
             fitted = rule.fitted(mask.length)
             note_fitted_lengths(0, [fitted])
             return [{0: fitted}]

@@ -17,6 +17,7 @@ from ctxext.caches.call import PositionedForward, declared_length, paged_batch
 from ctxext.caches.generation import LengthRule, fit_to_lengths, note_fitted_lengths, of_row
 from ctxext.caches.records import NOT_ONE_GRAPH, FittedModules, cache_in, current_pass, outside_graphs
 from ctxext.core.edits import Edits
+from ctxext.core.probe import readers_of
 from ctxext.core.rebuild import restoring
 from ctxext.core.rotary import RotarySite
 from ctxext.core.stored_form import StoredForm
@@ -246,8 +247,9 @@ class DynamicForward:
             return [list(zip(paged.spans, fitted_lengths, strict=True))]
         planes = position_ids if position_ids.dim() == 3 else position_ids[None]
         batch, width = planes.shape[1:]
-        declared = declared_length()
-        if isinstance(declared, int) and not site.rule.by_request:
+        declared, filling = declared_length(), current_pass.filling
+        continues = filling is not None and filling.continues  # cached keys may be fitted to another length
+        if isinstance(declared, int) and not (site.rule.by_request or continues):
             fitted = site.rule.fitted(declared)
             note_fitted_lengths(0, [fitted] * batch)
             return [[((0, width), fitted)]] * batch
@@ -313,11 +315,12 @@ def follow_length(
 
 
 def _owner(model: nn.Module, path: str) -> nn.Module:
-    """Return the module that calls the rotary module at ``path``, past the lists that hold it."""
-    owner: nn.Module = model
-    while path:
-        path = path.rpartition(".")[0]
-        owner = model.get_submodule(path)
+    """Return the module that reads the tokens around the rotary module at ``path``, or else the one that calls it."""
+    owner, above = model, path
+    while above:
+        above = above.rpartition(".")[0]
+        owner = model.get_submodule(above)
         if not isinstance(owner, nn.ModuleList | nn.ModuleDict):
             break
-    return owner
+    # Attention that rotates by itself (Moshi) sees neither tokens nor their mask.
+    return next(readers_of(model, path), owner) if hasattr(owner, "config") else owner

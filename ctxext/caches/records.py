@@ -207,6 +207,7 @@ class CacheGuard:
         takes_made: True to accept a cache without a record, once PEFT was seen to learn a prefix.
         released: True once the model is unpatched; another thread may still be reading a text.
         growing: Class that a growing layer becomes, ``HeldLayer`` where attention may rotate and drop its keys.
+        lifted: True if the extension lifted sliding windows, which caches made before still have.
     """
 
     extension: FilledUnder
@@ -214,6 +215,7 @@ class CacheGuard:
     takes_made: bool = False
     released: bool = False
     growing: type[DynamicLayer] = DynamicLayer
+    lifted: bool = False
     by_length: ClassVar[bool] = False
 
     def before(self, module: Any, args: Any, kwargs: dict[str, Any]) -> None:
@@ -236,6 +238,12 @@ class CacheGuard:
             return
         require_apart(module, self._given(args, kwargs))
         cache = self.cache_of(args, kwargs)
+        layers = [layer for half in _halves(cache) for layer in getattr(half, "layers", ())] if self.lifted else []
+        if any(getattr(layer, "is_sliding", False) for layer in layers):
+            raise PatchStateError(
+                "This cache was made for sliding windows, which the extension has lifted: it would drop keys that are "
+                "seen. Start with a new cache."
+            )
         if self.stands(cache):
             return
         half = next(half for half in _halves(cache) if not self._stands(half))
@@ -491,7 +499,7 @@ def _guard_caches(work: Work) -> None:
     for module in taking:
         if any(inner in taking for inner in module.modules() if inner is not module):
             continue
-        guard = kind(under, arguments[module], growing=growing)
+        guard = kind(under, arguments[module], growing=growing, lifted=work.extension.sliding_window == "lift")
         work.edits.hook(module, guard.before, guard.after)
         guards.append(guard)
 

@@ -27,6 +27,7 @@ from ctxext.checkpoints.remote import REMOTE_CODE, auto_map
 from ctxext.checkpoints.source import MISTRAL_FORMAT, REMOTE_MODULE
 from ctxext.core.edits import Edits
 from ctxext.core.old_form import put_old_form
+from ctxext.core.patching import require_own_config
 from ctxext.core.rebuild import own_defaults
 from ctxext.core.rotary import require_as_patched
 from ctxext.core.saved import extended_texts, saved_sides
@@ -89,6 +90,7 @@ def save(
     """
     subject = Subject.of(model)
     inner, extension = subject.model, subject.saved
+    require_own_config(inner)
     if extension is None:
         raise PatchStateError(f"This {type(inner).__name__} is not extended; save it with save_pretrained.")
     place = Path(directory)

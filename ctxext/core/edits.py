@@ -33,7 +33,7 @@ class Edits:
     """
 
     def __init__(self) -> None:
-        self._entries: list[tuple[object, str, object, bool]] = []
+        self._entries: list[tuple[object, str, object, bool | torch.dtype]] = []
 
     def __enter__(self) -> Edits:
         return self
@@ -45,7 +45,8 @@ class Edits:
 
     def set(self, owner: object, name: str, value: object) -> None:
         """Set ``owner.name``, or the entry ``name`` of a dict, and record the old value or its absence."""
-        self._entries.append((owner, name, self._current(owner, name), False))
+        written = value.dtype if isinstance(value, Tensor) else False
+        self._entries.append((owner, name, self._current(owner, name), written))
         _assign(owner, name, value)
 
     def set_unchecked(self, owner: object, name: str, value: object) -> None:
@@ -121,15 +122,18 @@ class Edits:
             self._restore(*self._entries[-1])
             self._entries.pop()
 
-    def _restore(self, owner: Any, name: str, old: object, unchecked: bool) -> None:
-        """Restore an old value; doing so twice is as good as once."""
+    def _restore(self, owner: Any, name: str, old: object, how: bool | torch.dtype) -> None:
+        """Restore an old value; doing so twice is as good as once.
+
+        ``how`` is True for an entry past validation, and the dtype of a tensor that was set.
+        """
         if name == HOOKS and isinstance(owner, nn.Module):
             for registry in (*BEFORE, *AFTER):
                 getattr(owner, registry).pop(HOOK, None)
         elif isinstance(owner, nn.Module) and isinstance(old, nn.Parameter):
             # The old object itself, because optimizers and tied weights hold on to it.
             owner._parameters[name] = _followed(old, owner._parameters.get(name))
-        elif unchecked:
+        elif how is True:
             if old is _Absent.ABSENT:
                 owner.__dict__.pop(name, None)
             else:
@@ -140,7 +144,7 @@ class Edits:
             elif self._current(owner, name) is not _Absent.ABSENT:
                 delattr(owner, name)
         elif not (isinstance(owner, dict) and name not in owner):  # other code has removed the entry since
-            _assign(owner, name, _beside(getattr(owner, name, None), old))
+            _assign(owner, name, _beside(getattr(owner, name, None), old, how))
 
     def lines(self) -> list[str]:
         """Return one line per edited attribute, oldest first: ``LlamaRotaryEmbedding.inv_freq``."""
@@ -193,10 +197,10 @@ def _followed(old: nn.Parameter, current: nn.Parameter | None) -> nn.Parameter:
     return old
 
 
-def _beside(current: Any, old: object) -> object:
-    """Return ``old``, on the device to which the current tensor has been moved since."""
+def _beside(current: Any, old: object, written: object) -> object:
+    """Return ``old``, on the device to which the current tensor has been moved since, and cast as that one was."""
     if isinstance(old, Tensor) and isinstance(current, Tensor) and not current.is_meta and not old.is_meta:
-        return old.to(current.device)
+        return old.to(current.device, old.dtype if current.dtype is written else current.dtype)
     return old
 
 

@@ -34,7 +34,7 @@ ModelT = TypeVar("ModelT")
 JOURNAL = "_ctxext_journal"
 """Attribute of a model that is extended, or in part: the journal that undoes it."""
 WHOLE = "_ctxext_whole"
-"""Attribute of a model inside an extended one whose config it shares: the class of the whole."""
+"""Attribute of a model inside an extended one: the class of the whole."""
 REFERENCE = (
     "Trainers that load a reference model by themselves (TRL's DPO, KTO, GRPO and RLOO without PEFT) would load the "
     "plain one: give them ctxext.training.reference(model), or save the model and train what is loaded from there."
@@ -48,12 +48,14 @@ class Patched:
     Args:
         method: Method of the model; of an encoder-decoder, that of the text that is read.
         sides: Extension of each side of an encoder-decoder by its name; empty for other models.
+        config: Config that the extension was written into.
     """
 
     method: Method
     extension: Extension
     edits: Edits
     sides: dict[str, ExtendedPart] = field(default_factory=dict)
+    config: Any = None
 
     def saved_form(self) -> dict[str, Any]:
         """Build what ``config.ctxext`` holds."""
@@ -158,8 +160,7 @@ def extend(
         edits.set(base, JOURNAL, edits)  # these two first, and so undone last: unpatch can go on after an interrupt
         edits.set(base, "_ctxext", None)
         for part in base.modules():
-            shares = isinstance(part, PreTrainedModel) and part.config in (base.config, work.subject.text)
-            if shares and part is not base:
+            if isinstance(part, PreTrainedModel) and part is not base:
                 edits.set(part, WHOLE, type(base).__name__)
         work.saved = saved_extension(base.config, f"the config of this {type(base).__name__}")
         run(work, Moment.OWN_CONFIG, Moment.OWN_CONFIG)
@@ -173,7 +174,7 @@ def extend(
         else:
             extend_positions(work)
         run(work, Moment.MODULES, Moment.REPLICAS)
-        state = Patched(work.method, work.extension, edits, work.sides)
+        state = Patched(work.method, work.extension, edits, work.sides, base.config)
         edits.set(base.config, "ctxext", state.saved_form())
         run(work, Moment.CONFIG, Moment.CONFIG)
         if getattr(base.config, "_name_or_path", ""):  # where the model lies unextended
@@ -243,6 +244,15 @@ def extend_positions(work: Work) -> None:
     work.extension = architecture.apply(subject, work.method, request, edits)
 
 
+def require_own_config(base: PreTrainedModel) -> None:
+    """Raise ``PatchStateError`` if another config has taken the place of the one that holds a model's extension."""
+    if (state := patched_state(base)) is not None and base.config is not state.config:
+        raise PatchStateError(
+            f"The config of this {type(base).__name__} was replaced after ctxext.patch, and knows nothing of what is "
+            f"undone or saved. Put back the config that it had, or load the model again."
+        )
+
+
 def unpatch(model: ModelT) -> ModelT:
     """Undo ``patch``: logits, config and ``state_dict`` are again what they were, bit for bit.
 
@@ -260,10 +270,14 @@ def unpatch(model: ModelT) -> ModelT:
     if edits is None:
         architecture = find_architecture(subject) if subject.saved is not None else None
         final = None if architecture is None else architecture.why_final(subject)
+        inside = next((type(part).__name__ for part in base.modules() if JOURNAL in vars(part)), None)
         way = "A checkpoint that was saved extended is undone by loading the original checkpoint."
+        if inside is not None or WHOLE in vars(base):
+            way = f"Call ctxext.unpatch on the {inside or vars(base)[WHOLE]} that was."
         raise PatchStateError(
             f"This {type(base).__name__} was not patched in place, so there is nothing to undo. {final or way}"
         )
+    require_own_config(base)
     for step in steps():
         step.undo(base)
     with own_defaults():

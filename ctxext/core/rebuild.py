@@ -11,6 +11,7 @@ import contextlib
 import copy
 import functools
 import tempfile
+import threading
 from collections.abc import Iterator
 from contextvars import ContextVar
 from pathlib import Path
@@ -245,16 +246,21 @@ def fill_in(rotary: nn.Module, names: list[str], device: torch.device) -> None:
         rotary.register_buffer(name, computed.get_buffer(name).to(device), persistent=False)
 
 
+_ONE_AT_A_TIME = threading.RLock()
+
+
 @contextlib.contextmanager
 def own_defaults() -> Iterator[None]:
     """Create tensors without a stated device or dtype on the CPU, in float32, as the proofs expect.
 
-    Each verb enters this once, so that no code below has to name either; a ``torch.device`` entered inside wins.
+    Each verb enters this once, so that no code below has to name either; a ``torch.device`` entered inside wins. The
+    default dtype belongs to the process, so threads wait for one another.
     """
-    dtype = torch.get_default_dtype()
-    torch.set_default_dtype(torch.float32)
-    try:
-        with torch.device("cpu"):
-            yield
-    finally:
-        torch.set_default_dtype(dtype)
+    with _ONE_AT_A_TIME:
+        dtype = torch.get_default_dtype()
+        torch.set_default_dtype(torch.float32)
+        try:
+            with torch.device("cpu"):
+                yield
+        finally:
+            torch.set_default_dtype(dtype)

@@ -45,7 +45,8 @@ class Esm(Architecture):
         Rebuild(subject, {LENGTH: target}).apply(edits)
         for rotary in [module for module in subject.model.modules() if "inv_freq" in module._buffers]:
             edits.set(rotary, "inv_freq", (rotary.inv_freq.double() * ratio.to(rotary.inv_freq.device)).float())
-            edits.set(rotary, "_apply", PinnedApply(rotary))
+            if not rotary.inv_freq.is_meta:  # there they come with the weights, and a config knows the plain ones only
+                edits.set(rotary, "_apply", PinnedApply(rotary))
         return Extension(
             trained_length=trained,
             target_length=target,

@@ -8,6 +8,8 @@ from torch import Tensor
 from transformers.models.mpt.modeling_mpt import MptAttention, MptModel, build_mpt_alibi_tensor
 
 from ctxext.core.subject import Subject
+from ctxext.errors import IncompatibleError
+from ctxext.methods import BiasMethod
 from ctxext.models.alibi import AlibiArchitecture, AlibiForward
 
 
@@ -39,6 +41,15 @@ class Mpt(AlibiArchitecture):
     attention_class = MptAttention
     forward_class = MptForward
     length_field = "max_seq_len"
+
+    def refuse(self, subject: Subject, method: BiasMethod) -> None:
+        super().refuse(subject, method)
+        for name, read in (("alibi_bias_max", 8), ("prefix_lm", False)):
+            if (said := getattr(subject.config.attn_config, name, read)) != read:
+                raise IncompatibleError(
+                    f"attn_config.{name} of this mpt is {said}, and transformers computes positions as for {read}: it "
+                    f"is not the model that was trained. Run it by code that reads the field."
+                )
 
     def stock_slopes(self, subject: Subject) -> Tensor:
         bias: Tensor = build_mpt_alibi_tensor(subject.config.n_heads, 2)

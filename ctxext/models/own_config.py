@@ -47,7 +47,7 @@ def _give_own_config(work: Work) -> None:
     for module in model.modules():
         copied = copies.get(id(getattr(module, "config", None)))
         if copied is not None:
-            work.edits.set(module, "config", copied)
+            module.config = copied  # for good: unpatching would put back an object that knows no later changes
 
 
 def _is_shared(model: nn.Module, *configs: Any) -> bool:

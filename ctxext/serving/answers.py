@@ -35,6 +35,7 @@ from transformers.cli.serving.utils import CBGenerateManager, GenerateManager
 from transformers.generation.continuous_batching.cb_logits_processors import ContinuousBatchingLogitsProcessorList
 from transformers.generation.continuous_batching.model_runner import infer_max_single_request_tokens
 
+from ctxext.core.rebuild import FAILURES
 from ctxext.core.subject import cache_argument
 from ctxext.errors import InvalidParameterError, require_package
 from ctxext.files import JsonObject
@@ -462,7 +463,7 @@ class Rows(ContinuousBatchingLogitsProcessorList):  # type: ignore[misc]
             if draw is not None:
                 try:
                     token = draw(row)
-                except Exception as error:  # whatever it is, it would end the worker, and all other answers
+                except (HTTPException, *FAILURES) as error:  # it would end the worker, and all other answers
                     draw.end(error)
             rows.append(_only(token, row[None]))
             if draw is None or draw.finish is not None:  # this token is the last

@@ -22,6 +22,7 @@ from transformers.cli.serving.utils import ReasoningText, ToolCall, get_response
 from transformers.utils.chat_parsing import ResponseParser
 from transformers.utils.chat_template_utils import _compile_jinja_template
 
+from ctxext.core.rebuild import FAILURES
 from ctxext.files import JsonObject
 from ctxext.serving.answers import (
     LOG,
@@ -185,7 +186,7 @@ def streamed(lines: AsyncIterator[str], failed: Callable[[JsonObject], list[str]
         try:
             async for line in lines:
                 yield line
-        except Exception as error:  # the stream has begun: no handler further out can tell the client
+        except (HTTPException, *FAILURES) as error:  # no handler further out can tell the client of a stream
             status, sentence = status_of(error)
             if not isinstance(error, HTTPException):
                 LOG.error("A stream failed.", exc_info=error)

@@ -197,3 +197,31 @@ def test_generating_from_an_image_equals_decoding_without_a_cache(method: str, g
         options = {"max_new_tokens": 6, "do_sample": False, "attention_mask": torch.ones_like(ids), "pad_token_id": 0}
         for way in ({}, {"cache_implementation": "static"}):
             assert torch.equal(model.generate(ids, **seen(ids), **options, **way), greedy), way
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("model_type", "method"), [("llama", "dynamic_ntk"), ("llama", "dynamic_pi"), ("bloom", "dynamic_pi")]
+)
+def test_a_declared_length_meets_no_keys_of_another(model_type: str, method: str) -> None:
+    """As a number too, which is one length for all rows."""
+    model = ctxext.patch(tiny(model_type), method, factor=4.0, trained_length=TRAINED_LENGTH)
+    cache = model(tokens(50), use_cache=True).past_key_values
+    with pytest.raises(IncompatibleError, match="gives a sequence of 60 tokens other positions than its 50 cached"):
+        model(tokens(10), past_key_values=cache, ctxext_length=200)
+    cache = model(tokens(60)[:, :50], use_cache=True, ctxext_length=200).past_key_values
+    steps = model(tokens(60)[:, 50:], past_key_values=cache, ctxext_length=200).logits
+    whole = logits(model, tokens(60), ctxext_length=200)[:, 50:]
+    torch.testing.assert_close(steps, whole, atol=2e-5, rtol=0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", DYNAMIC)
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_padding_is_not_counted_where_attention_rotates_by_itself(side: str, method: str) -> None:
+    model = ctxext.patch(tiny("moshi", sliding_window=300), method, factor=4.0, trained_length=TRAINED_LENGTH)
+    real, text = slice(40, 90) if side == "left" else slice(0, 50), tokens(90)
+    mask = torch.zeros(2, 90, dtype=torch.long)
+    mask[0, real], mask[1] = 1, 1
+    found = logits(model, text.expand(2, -1), attention_mask=mask)[0, real]
+    torch.testing.assert_close(found, logits(model, text[:, real])[0], atol=5e-5, rtol=0)

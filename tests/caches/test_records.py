@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import pytest
-from transformers import cache_utils
+import torch
+from transformers import DynamicCache, StaticCache, cache_utils
 from transformers.cache_utils import DynamicLayer, StaticLayer
 
+import ctxext
 from ctxext.caches.records import owned, plain_class
+from ctxext.errors import PatchStateError
+from tests._models import logits, tiny, tokens
 
 MAPPINGS = ("DYNAMIC_LAYER_TYPE_MAPPING", "STATIC_LAYER_TYPE_MAPPING")
 
@@ -25,3 +29,17 @@ def test_new_caches_of_any_model_are_made_of_plain_layers(kind: type, monkeypatc
     assert {name: getattr(cache_utils, name) for name in MAPPINGS} == registered
     assert made._layer_type == "named"  # type: ignore[attr-defined]
     assert plain_class(object.__new__(made)) is named
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["yarn", "self_extend", "dynamic_pi"])
+def test_a_cache_made_for_windows_is_refused_once_they_are_lifted(method: str) -> None:
+    model = tiny("mistral", sliding_window=16)
+    before = [DynamicCache(config=model.config), StaticCache(config=model.config, max_cache_len=80)]
+    ctxext.patch(model, method, factor=2, sliding_window="lift")
+    for cache in before:
+        with pytest.raises(PatchStateError, match="made for sliding windows, which the extension has lifted"):
+            model(tokens(40), past_key_values=cache)
+    cache = DynamicCache(config=model.config)
+    steps = [model(part, past_key_values=cache).logits for part in tokens(40).split(30, 1)]
+    torch.testing.assert_close(torch.cat(steps, 1), logits(model, tokens(40)), atol=2e-5, rtol=0)

@@ -95,7 +95,7 @@ def test_import_brings_no_engine_and_takes_little_more_than_transformers(tmp_pat
     assert len(said) == 2
     modules = set(said[0].split())
     of_the_laboratory = {name for name in said[1].split() if name.startswith("ctxext.laboratory.")}
-    assert {name.split(".")[2] for name in of_the_laboratory} == {"encodings"}, "neither its bench nor its pictures"
+    assert {name.split(".")[2] for name in of_the_laboratory} == {"encodings", "scores", "near_far"}, "and no pictures"
     assert {"ctxext.core.patching", "transformers.modeling_utils"} <= modules
     assert modules & {"deepspeed", "peft", "datasets", "matplotlib", "bitsandbytes", "typer"} == set()
     if RECENT:  # older generation imports scikit-learn where it is installed, which imports pandas and pyarrow

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 import importlib
 import inspect
 import itertools
 import json
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
@@ -437,3 +439,63 @@ def test_a_config_that_its_class_refuses_to_read_back(model_type: str, method: s
     model.config.problem_type, model.config.num_labels = "single_label_classification", 1
     with pytest.raises(IncompatibleError, match="could not be read back from a file: `problem_type="):
         ctxext.patch(model, method, factor=4)
+
+
+@pytest.mark.slow
+def test_a_config_in_the_place_of_the_extended_one_is_refused(tmp_path: Path) -> None:
+    model = ctxext.patch(tiny(), "yarn", factor=2)
+    own = model.config
+    for other in (copy.deepcopy(own), tiny().config):
+        model.config = other
+        for verb in (ctxext.unpatch, lambda changed: ctxext.save(changed, tmp_path / "saved")):
+            with pytest.raises(PatchStateError, match=r"was replaced after ctxext\.patch"):
+                verb(model)
+    model.config = own
+    assert not hasattr(ctxext.unpatch(copy.deepcopy(model)).config, "ctxext")
+    assert not hasattr(ctxext.unpatch(model).config, "ctxext")
+
+
+@pytest.mark.slow
+def test_parts_of_an_extended_model_are_not_extended_again() -> None:
+    model = ctxext.patch(tiny("t5gemma"), "abf", factor=2)
+    with pytest.raises(PatchStateError, match="around this T5GemmaEncoder is already extended"):
+        ctxext.patch(model.get_encoder(), "abf", factor=2)
+    inner = ctxext.patch((whole := tiny()).model, "yarn", factor=2)
+    with pytest.raises(PatchStateError, match=r"Call ctxext\.unpatch on the LlamaModel that was"):
+        ctxext.unpatch(whole)
+    ctxext.unpatch(inner)
+
+
+def test_what_was_changed_meanwhile_stays_where_two_models_had_one_config() -> None:
+    model = tiny()
+    other = type(model)(model.config)
+    ctxext.patch(model, "yarn", factor=2)
+    model.resize_token_embeddings(136)
+    model.config.pad_token_id = 3
+    ctxext.unpatch(model)
+    assert (model.config.vocab_size, model.config.pad_token_id) == (136, 3)
+    assert (other.config.vocab_size, other.config.rope_parameters) == (128, model.config.rope_parameters)
+    assert model(tokens(), labels=tokens()).loss.isfinite()
+
+
+@pytest.mark.slow
+def test_threads_leave_the_default_dtype_as_it_was() -> None:
+    models, errors = [tiny() for _ in range(4)], list[Exception]()
+
+    def extend(model: nn.Module) -> None:
+        try:
+            for _ in range(3):
+                ctxext.unpatch(ctxext.patch(model, "yarn", factor=2))
+        except CtxextError as error:
+            errors.append(error)
+
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        threads = [threading.Thread(target=extend, args=(model,)) for model in models]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert (torch.get_default_dtype(), errors) == (torch.bfloat16, [])
+    finally:
+        torch.set_default_dtype(torch.float32)

@@ -184,3 +184,10 @@ def test_a_mask_shorter_than_the_text_is_refused(family: str) -> None:
         cache = model(text[:, :8], use_cache=True).past_key_values
         with pytest.raises(InvalidParameterError, match=said):
             model(text[:, 8:], attention_mask=mask, past_key_values=cache)
+
+
+@pytest.mark.parametrize(("field", "value"), [("alibi_bias_max", 16), ("prefix_lm", True)])
+def test_an_mpt_that_transformers_reads_as_another_is_refused(field: str, value: Any) -> None:
+    config = MptConfig(d_model=64, n_heads=4, n_layers=1, vocab_size=64, max_seq_len=64, attn_config={field: value})
+    with pytest.raises(IncompatibleError, match=rf"attn_config\.{field} of this mpt is {value}"):
+        ctxext.patch(MptForCausalLM(config), "alibi", factor=2)

@@ -63,3 +63,14 @@ def test_frequencies_are_those_of_the_paper_and_load_bit_for_bit(method: str, ro
     assert torch.equal(model(IDS).logits, plain)
     with pytest.raises(PatchStateError, match="Load the original checkpoint"):
         ctxext.unpatch(ctxext.load(tmp_path / "saved"))
+
+
+def test_frequencies_that_are_not_in_memory_are_never_filled_in_plain(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the meta device they come with the weights, as all weights do."""
+    config = esm().config
+    with torch.device("meta"):
+        model = EsmForMaskedLM(config)
+    monkeypatch.setattr("ctxext.core.override.fill_in", None)
+    ctxext.patch(model, "pi", factor=FACTOR).to_empty(device="cpu")
+    model.load_state_dict((live := ctxext.patch(esm(), "pi", factor=FACTOR)).state_dict())
+    assert torch.equal(model.eval()(IDS).logits, live(IDS).logits)

@@ -315,3 +315,13 @@ def test_a_table_that_is_longer_than_what_was_trained() -> None:
     assert (found.trained_length, found.target_length, model.config.n_positions) == (16, 32, 128)
     [table] = tables_of(model).values()
     torch.testing.assert_close(table.double(), rows(CASES["CTRLLMHeadModel"], "pi", 128), rtol=0, atol=2.0**-24)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model_type", ["m2m_100", "xglm"])
+def test_a_cast_between_patch_and_unpatch_holds_for_what_comes_back(model_type: str) -> None:
+    model = tiny_model(tiny_config(model_type))
+    cast = copy.deepcopy(model).half()
+    ctxext.unpatch(ctxext.patch(model, "pi", factor=2).half())
+    for (name, found), expected in zip(model.named_buffers(), cast.buffers(), strict=True):
+        assert torch.equal(found, expected), name
