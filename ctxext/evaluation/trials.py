@@ -14,7 +14,6 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from ctxext.errors import InvalidParameterError
 from ctxext.measuring.forward import pass_cost
 from ctxext.measuring.provenance import Provenance, Report, from_json
 from ctxext.measuring.statistics import wilson_interval
@@ -151,26 +150,16 @@ class TrialReport(Report):
         )
 
 
-def relative_effective_length(scores: Mapping[int, float], *, keep: float = KEPT) -> int | None:
+def relative_effective_length(scores: Mapping[int, float]) -> int | None:
     """Return the largest length at which the score keeps 85 percent of the shortest length's score.
 
     This is *not* RULER's effective length, which is the largest length with an average above 85.6, the score of
     Llama-2-7B at 4K: a bar that a small model misses at every length. This one asks how much of the score at the
     shortest length is kept. It says nothing of how good that score is.
 
-    Args:
-        keep: Share of the score at the shortest length, above 0 and at most 1.
-
     Returns:
         Tokens; None where the score at the shortest length is 0, so that nothing can be kept.
 
-    Raises:
-        InvalidParameterError: no score, or ``keep`` out of range.
     """
-    if not scores or not 0 < keep <= 1:
-        raise InvalidParameterError(
-            f"A relative effective length needs scores and a share above 0 and at most 1, found {len(scores)} scores "
-            f"and {keep}."
-        )
-    bar = keep * scores[min(scores)]
+    bar = KEPT * scores[min(scores)]
     return max(length for length, score in scores.items() if score >= bar) if bar > 0 else None

@@ -21,7 +21,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from torch import Tensor
 
-from ctxext.measuring.forward import SMALL_MODEL, pass_cost
+from ctxext.measuring.forward import pass_cost
 from ctxext.measuring.loss import Window, truncation_windows
 from ctxext.measuring.statistics import mean_loss
 
@@ -37,11 +37,6 @@ def windows_of(trained_length: int) -> tuple[int, ...]:
     """Return the windows to try, in tokens, increasing: every quarter of the trained length, and that itself."""
     quarters = {trained_length * part // QUARTERS for part in range(1, QUARTERS)}
     return (*sorted(window for window in quarters if window >= LEAST), trained_length)
-
-
-def stride_of(window: int, prefix: int) -> int:
-    """Return the positions scored per pass: a quarter of the window, at most its room besides the prefix."""
-    return max(1, min(window // QUARTERS, window - prefix))
 
 
 def window_name(window: int) -> str:
@@ -76,27 +71,20 @@ def best_short(losses: Mapping[str, Iterable[Tensor]]) -> str:
     return min(losses, key=lambda name: (mean_loss(list(losses[name])), -(window_of(name) or 0)))
 
 
-def best_window(losses: Mapping[int, Iterable[Tensor]]) -> int:
-    """Return the window with the lowest mean loss, as ``best_short`` does."""
-    best = best_short({window_name(window): read for window, read in losses.items()})
-    return window_of(best) or 0
-
-
 def tail_windows(window: int, *, start: int, positions: int, prefix: int = 0) -> tuple[Window, ...]:
     """Lay out the passes that score a text from ``start`` on when the model sees the last ``window`` tokens.
 
     Raises:
         InvalidParameterError: as ``truncation_windows``.
     """
-    return truncation_windows(positions, window=window, stride=stride_of(window, prefix), start=start, prefix=prefix)
+    stride = max(1, min(window // QUARTERS, window - prefix))  # a quarter, at most the room besides the prefix
+    return truncation_windows(positions, window=window, stride=stride, start=start, prefix=prefix)
 
 
-def tails_cost(
-    windows: Sequence[int], *, start: int, positions: int, prefix: int = 0, turning_point: int = SMALL_MODEL
-) -> float:
+def tails_cost(windows: Sequence[int], *, start: int, positions: int, turning_point: int) -> float:
     """Estimate the cost of ``tail_windows`` of several windows for one text, in the units of ``pass_cost``."""
     return sum(
         pass_cost(each.positions, turning_point)
         for window in windows
-        for each in tail_windows(window, start=start, positions=positions, prefix=prefix)
+        for each in tail_windows(window, start=start, positions=positions)
     )

@@ -47,8 +47,8 @@ from ctxext.measuring.journal import Journal
 from ctxext.measuring.labels import tokens_label
 from ctxext.measuring.loss import Window
 from ctxext.measuring.readings import known_trained_length
-from ctxext.measuring.statistics import PairedDifference, check_finite, document_difference, edges_for
-from ctxext.measuring.truncation import best_window, tail_windows, windows_of
+from ctxext.measuring.statistics import PairedDifference, check_finite, document_difference, edges_for, mean_loss
+from ctxext.measuring.truncation import tail_windows, windows_of
 from ctxext.progress import StageBar
 from ctxext.texts.corpus import Corpus, TokenisedDocument
 from scripts.bench import machine, markdown_table
@@ -227,10 +227,8 @@ def ends_of(
         return End(mean(ends), truncation, mean(baseline), gap)
 
     best = min(everyone, key=lambda one: mean(everyone[one]))
-    return {
-        name: (end(name, name, best_window(cut[name]), len(cut[name])), end(name, *best, len(everyone)))
-        for name in losses
-    }
+    own = {name: min(one, key=lambda window: (mean_loss([*one[window]]), -window)) for name, one in cut.items()}
+    return {name: (end(name, name, own[name], len(cut[name])), end(name, *best, len(everyone))) for name in losses}
 
 
 def rows_of_ends(ends: dict[str, tuple[End, End]]) -> list[list[str]]:

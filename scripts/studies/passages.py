@@ -39,7 +39,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import ctxext
 from ctxext.cli.options import run_script
-from ctxext.measuring.statistics import score_difference
+from ctxext.measuring.statistics import grouped_difference
 from ctxext.texts.documents import read_documents
 from ctxext.texts.haystack import Haystack, nearest_boundary, noise, of_text, split_sentences
 from scripts.bench import machine, markdown_table
@@ -200,7 +200,7 @@ def main(
     rows = []
     for name, at_lengths in found.items():
         shares = [f"{sum(right) / len(right):.0%}" for right in at_lengths]
-        gap = score_difference([mine - other for mine, other in zip(at_lengths[-1], best, strict=True)], over="queries")
+        gap = grouped_difference(*torch.tensor([at_lengths[-1], best]).float()[..., None], over="queries")
         rows.append([name, *shares, f"{100 * gap.mean:+.0f} ± {100 * gap.standard_error:.0f}"])
     title = f"Documents found by {Path(model).name}, {seeds} times {documents} of each length; {machine('cpu')}"
     header = ["read by", *(f"{tokens:,}" for tokens in length), "minus the best simple way with one vector, points"]

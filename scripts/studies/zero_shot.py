@@ -38,9 +38,9 @@ from ctxext.measuring.journal import Journal
 from ctxext.measuring.labels import tokens_label
 from ctxext.measuring.loss import Window
 from ctxext.measuring.readings import Reader, Reading, Readings, chosen_methods
-from ctxext.measuring.statistics import PairedDifference, document_difference, grouped_difference
+from ctxext.measuring.statistics import PairedDifference, document_difference, grouped_difference, mean_loss
 from ctxext.measuring.survey import LossJob, PromptJob, Survey, jobs_of
-from ctxext.measuring.truncation import UNPATCHED, best_window, tail_windows
+from ctxext.measuring.truncation import UNPATCHED, tail_windows
 from ctxext.texts.corpus import Corpus, TokenisedDocument
 from scripts.bench import machine, markdown_table
 from scripts.studies.key_tokens import ALPHA, BETA
@@ -159,7 +159,8 @@ class Results:
         """The best truncation at the end of a length, in tokens, and every method that reaches just so far."""
         trained, quarter = self.study.model.trained_length, self.study.quarter
         cut = {reading.window: self.losses(reading, length) for reading in self.truncations if reading.window}
-        window, plain = best_window(cut), self.losses(self.plain, length)
+        window = min(cut, key=lambda size: (mean_loss([*cut[size]]), -size))
+        plain = self.losses(self.plain, length)
         *_, finder, longest = (cut[size] for size in sorted(cut))
         is_key = (cut[min(cut)] - finder > ALPHA) & (finder < -BETA)
         found = []

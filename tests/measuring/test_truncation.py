@@ -12,7 +12,7 @@ from ctxext.measuring.labels import label_of
 from ctxext.measuring.loss import truncated_loss
 from ctxext.measuring.loss_table import LossTable
 from ctxext.measuring.truncation import (
-    best_window,
+    best_short,
     is_reference,
     tail_windows,
     tails_cost,
@@ -57,13 +57,13 @@ def test_every_window_scores_the_same_tokens(model: LlamaForCausalLM, input_ids:
             torch.testing.assert_close(losses[:, i - 40].double(), expected, rtol=1e-5, atol=2e-6)
         whole = truncated_loss(model, input_ids, window=window, stride=stride, prefix=1)
         torch.testing.assert_close(losses, whole[:, 40:], rtol=1e-5, atol=2e-6)
-    cost = tails_cost((10, 20, 30, 40), start=40, positions=89, prefix=1, turning_point=100)
+    cost = tails_cost((10, 20, 30, 40), start=40, positions=89, turning_point=100)
     assert sum(done for _, done in steps) == pytest.approx(cost)
     steps.clear()
     with ticking(model, "inside", pass_cost(20, 100), lambda *step: steps.append(step)):
         for one in tail_windows(20, start=7, positions=89, prefix=1):
             one.losses(model, input_ids)
-    inside = tails_cost((20,), start=7, positions=89, prefix=1, turning_point=100)
+    inside = tails_cost((20,), start=7, positions=89, turning_point=100)
     assert sum(cost for _, cost in steps) == pytest.approx(inside), "the window itself is a pass too"
 
 
@@ -86,9 +86,11 @@ def test_the_best_is_that_of_the_tokens_compared() -> None:
         assert span.difference("truncated 4", "truncated 16").baselines == 1
     assert table.span(8, 9).versus("truncated 4") is not None
     assert LossTable.of({"truncated 4": [base[0, :1]], "one": [base[1, :1]]}).versus("one") is None
-    assert best_window({4: [base], 8: [base], 16: [base + 1]}) == 8, "of equal ones the longest"
+    equal = {"truncated 4": [base], "truncated 8": [base], "truncated 16": [base + 1]}
+    assert best_short(equal) == "truncated 8", "of equal ones the longest"
     # All tokens weigh the same, whatever text they are of.
-    uneven = {4: [torch.tensor([1.0]), torch.full((9,), 2.0)], 8: [torch.tensor([5.0]), torch.full((9,), 1.7)]}
-    assert best_window(uneven) == 4
-    uneven[8][1] -= 0.2
-    assert best_window(uneven) == 8
+    uneven = {"truncated 4": [torch.tensor([1.0]), torch.full((9,), 2.0)]}
+    uneven["truncated 8"] = [torch.tensor([5.0]), torch.full((9,), 1.7)]
+    assert best_short(uneven) == "truncated 4"
+    uneven["truncated 8"][1] -= 0.2
+    assert best_short(uneven) == "truncated 8"

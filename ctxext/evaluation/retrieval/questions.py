@@ -55,7 +55,6 @@ ORDINALS = ("first", "second", "third", "fourth", "fifth", "sixth", "seventh", "
 
 ROUND = "User: Give me a code word for {topic}.\nAssistant: The code word is {word}.\n"
 LEDGER = "\nLedger: {name} sold {number} {good}.\n"
-HOPS = 1
 
 
 @dataclass(frozen=True)
@@ -173,8 +172,8 @@ def aggregate(alike: Alike, choices: int, index: int, generator: random.Random) 
 def variables(alike: Alike, choices: int, index: int, generator: random.Random) -> QuestionSet:
     """Ask for the value of the last variable of each of several chains."""
     values = generator.sample(alike([str(number) for number in range(10_000, 99_999, 89)], choices), choices)
-    names = distinct(choices * (HOPS + 1), lambda: "".join(generator.choices(string.ascii_uppercase, k=LETTERS)))
-    chains = [names[start : start + HOPS + 1] for start in range(0, len(names), HOPS + 1)]
+    names = distinct(2 * choices, lambda: "".join(generator.choices(string.ascii_uppercase, k=LETTERS)))
+    chains = [names[start : start + 2] for start in range(0, len(names), 2)]
     lines = [[f"\n{line}\n" for line in chained(chain, value)] for chain, value in zip(chains, values, strict=True)]
     return QuestionSet(
         "Chains of variable assignments are hidden in the long text below. Follow each chain to its value.\n",
