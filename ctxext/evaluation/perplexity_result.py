@@ -16,7 +16,7 @@ from ctxext.evaluation.report.page import (
 )
 from ctxext.measuring.labels import label_of, perplexity_label, tokens_label
 from ctxext.measuring.provenance import Provenance, Report
-from ctxext.measuring.statistics import PairedDifference
+from ctxext.measuring.statistics import PairedDifference, perplexity
 from ctxext.measuring.truncation import SELECTED, TRUNCATED, UNPATCHED, is_reference, window_name, window_of
 
 # The two kinds of score: positions start..stop of a text, and all up to a length.
@@ -52,7 +52,7 @@ class PerplexityScore:
     @property
     def perplexity(self) -> float:
         """``exp(loss)``, dimensionless."""
-        return math.exp(self.loss)
+        return perplexity(self.loss)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -145,7 +145,7 @@ def perplexity_page(result: PerplexityResult) -> Page:
     if (extension := result.extension) is not None and (inside := extension.in_window) is not None:
         sentences.append(
             f"Inside the trained window, {label_of(extension.name)} minus unpatched: {inside} nats per token, "
-            f"perplexity x{math.exp(inside.mean):.3f}."
+            f"perplexity x{perplexity(inside.mean):.3f}."
         )
     sentences += [*result.notes, Headline(result.sentence())]
     return losses_page("perplexity", result.provenance, tables, sentences, _perplexity_panels(result))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -35,7 +34,6 @@ class PairedDifference:
             about other documents; see ``scope``.
         baselines: Number of baselines that the best on these very tokens was chosen from. The best of many is partly
             the luckiest, so that readings compared with it look worse, and never better, than they are.
-        exact: Half of the 95 percent interval around 0, where it is not Student's; see ``score_difference``.
     """
 
     mean: float
@@ -44,7 +42,6 @@ class PairedDifference:
     units: int
     over: str = "blocks"
     baselines: int = 1
-    exact: float | None = None
 
     def errors_needed(self, candidates: int = 1) -> float:
         """Return how many standard errors a finding at 5 percent (two-sided, Student's quantile) must exceed.
@@ -59,7 +56,7 @@ class PairedDifference:
     @property
     def margin(self) -> float:
         """Half of the 95 percent interval, nats per token."""
-        return self.exact if self.exact is not None else self.errors_needed() * self.standard_error
+        return self.errors_needed() * self.standard_error
 
     @property
     def verdict(self) -> str:
@@ -204,25 +201,6 @@ def grouped_difference(
     return PairedDifference(means.mean().item(), error, sum(map(len, losses)), units, over, baselines)
 
 
-def score_difference(differences: Sequence[float], *, over: str) -> PairedDifference:
-    """Average paired score differences; the margin comes from an exact sign-flip test.
-
-    A score has few steps, so a few differences are often equal: without spread Student's margin would be 0.
-
-    Source: Fisher, The Design of Experiments (1935), section 21.
-    """
-    sums = {0.0: 1.0}
-    for value in differences:
-        before, sums = sums, defaultdict(float)
-        for total, share in before.items():
-            for changed in (total + value, total - value):
-                sums[round(changed, 6)] += share / 2
-    exact = min(size for size in sums if sum(share for total, share in sums.items() if abs(total) > size) <= CHANCE)
-    groups = [torch.tensor([value]) for value in differences]
-    difference = grouped_difference(groups, [torch.zeros(1)] * len(groups), over=over)
-    return replace(difference, exact=exact / len(groups))
-
-
 def check_finite(losses: Tensor, where: str) -> None:
     """Raise ``IncompatibleError`` where a loss is NaN or infinite."""
     if not losses.isfinite().all():
@@ -285,15 +263,14 @@ def _within(angle: float, degrees: int) -> float:
     return 2 / math.pi * (angle + sine * total) if odd else sine * total
 
 
-def wilson_interval(mean: float, trials: int, *, z: float = 1.96) -> tuple[float, float]:
-    """Bounds of the true mean of outcomes from 0 to 1, after ``trials`` of them with this mean.
+def wilson_interval(mean: float, trials: int) -> tuple[float, float]:
+    """Return 95 percent bounds of the true mean of outcomes from 0 to 1, after ``trials`` of them with this mean.
 
     For yes-or-no outcomes it is Wilson's score interval, which keeps its promise for few trials and at 0 and 1, where
     the textbook interval has no width. Outcomes in between vary less, so that for them it is wider than needed.
 
     Args:
         mean: Mean of the outcomes, from 0 to 1.
-        z: standard deviations of the normal distribution; 1.96 covers 95 percent.
 
     Raises:
         InvalidParameterError: an argument out of range.
@@ -304,10 +281,19 @@ def wilson_interval(mean: float, trials: int, *, z: float = 1.96) -> tuple[float
         raise InvalidParameterError(
             f"An interval needs at least 1 trial and a mean from 0 to 1, found {trials} and {mean}."
         )
+    z = 1.96  # standard deviations that hold 95 percent of a normal distribution
     weight = z**2 / trials
     centre = (mean + weight / 2) / (1 + weight)
     reach = z / (1 + weight) * math.sqrt(mean * (1 - mean) / trials + weight / (4 * trials))
     return max(0.0, centre - reach), min(1.0, centre + reach)
+
+
+def perplexity(loss: float) -> float:
+    """Return ``exp(loss)`` of nats per token, dimensionless; infinity where no float holds it."""
+    try:
+        return math.exp(loss)
+    except OverflowError:
+        return math.inf
 
 
 @dataclass(frozen=True)
@@ -327,7 +313,7 @@ class Bucket:
     @property
     def perplexity(self) -> float:
         """``exp(loss)``, dimensionless."""
-        return math.exp(self.loss)
+        return perplexity(self.loss)
 
 
 def bucketed(losses: Float[Tensor, "batch positions"], edges: Sequence[int]) -> tuple[Bucket, ...]:

@@ -11,7 +11,7 @@ import os
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any, Generic, TypeVar
+from typing import Any, ClassVar, Generic, TypeVar
 
 import torch
 from jaxtyping import Float
@@ -90,12 +90,14 @@ class Job(abc.ABC):
     Args:
         key: Hash of all that the answer depends on, see ``Readings.key``; readers who see the same share one.
         cost: Cost in the units of ``pass_cost``.
+        is_causal: True where no token may be seen before it is predicted.
     """
 
     key: str
     cost: float
     reader: Reader
     name: str
+    is_causal: ClassVar[bool] = True
 
     @abc.abstractmethod
     def ask(self, model: nn.Module, progress: Progress) -> Answer:
@@ -161,8 +163,12 @@ class Survey(Generic[Work]):
         Raises:
             ResultsError: the journal cannot be written.
             InvalidParameterError: a job does not fit into memory.
+            IncompatibleError: a model that reads ahead.
             CtxextError: as the jobs do; everything finished is kept.
         """
+        for job in jobs:
+            if job.is_causal:
+                job.reader.readings.checkpoint.require_causal()
         for reader, mine in itertools.groupby(jobs, key=lambda job: job.reader):
             with reader.applied():
                 for job in mine:
@@ -275,11 +281,13 @@ class Prompt(abc.ABC):
 
     Args:
         identity: all that an answer depends on, except the reader, as JSON values.
+        least: Tokens of a window that holds some of the text beside what always stays.
     """
 
     name: str
     length: int
     identity: Any
+    least: int = 0
 
     @abc.abstractmethod
     def cost(self, tokens: int) -> float:
@@ -298,12 +306,21 @@ class PromptJob(Job):
     window: int | None
 
     @classmethod
-    def of(cls, reader: Reader, prompt: Prompt, *, key: str | None = None) -> PromptJob:
-        """Lay out a job; the arguments determine its key where none is given."""
+    def of(cls, reader: Reader, prompt: Prompt) -> PromptJob:
+        """Lay out a job; the arguments determine its key.
+
+        Raises:
+            InvalidParameterError: a window that has no room for the text.
+        """
         window = reader.window if reader.window is not None and reader.window < prompt.length else None
+        if window is not None and window < prompt.least:
+            raise InvalidParameterError(
+                f"{prompt.name}: a window of {window:,} tokens shows nothing of the text, since what is asked and "
+                f"answered leaves room from {prompt.least:,} on. Ask for other tasks, or give another --trained-length."
+            )
         reading = [reader.reading.method, reader.reading.fingerprint, window]
         return cls(
-            key=key or reader.readings.key(reading, prompt=[prompt.length, prompt.identity]),
+            key=reader.readings.key(reading, prompt=[prompt.length, prompt.identity]),
             cost=prompt.cost(window or prompt.length),
             reader=reader,
             name=f"{reader.reading.label}, {prompt.name}",
@@ -339,7 +356,9 @@ def explain_out_of_memory(where: str) -> Iterator[None]:
     """Turn an out-of-memory error into what the user has to know: ``InvalidParameterError``."""
     try:
         yield
-    except torch.OutOfMemoryError as error:
+    except RuntimeError as error:
+        if not isinstance(error, torch.OutOfMemoryError) and "can't allocate memory" not in str(error):  # of a CPU
+            raise
         raise InvalidParameterError(
             f"Out of memory at {where}. What is finished is kept; ask for smaller lengths, or run the same command on "
             f"a device with more memory."

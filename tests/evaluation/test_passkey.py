@@ -15,6 +15,7 @@ import ctxext
 from ctxext.errors import InvalidParameterError
 from ctxext.evaluation import passkey
 from ctxext.evaluation.passkey import PasskeyResult, PasskeyTrial, build, make_prompts, measure, prepare
+from ctxext.evaluation.report.retrieval import passkey_panel
 from ctxext.evaluation.trials import trials_of, without
 from ctxext.measuring.checkpoint import Checkpoint
 from ctxext.measuring.statistics import wilson_interval
@@ -248,11 +249,18 @@ def test_wilson_interval_by_hand() -> None:
         (0, 20, 0.0, 0.1611),
         (1, 29, 0.0061, 0.1718),
     ):
-        assert wilson_interval(correct / trials, trials, z=1.959964) == pytest.approx((low, high), abs=5e-5)
+        assert wilson_interval(correct / trials, trials) == pytest.approx((low, high), abs=5e-5)
     assert wilson_interval(1.0, 1)[1] == 1.0
     for mean, trials in ((0.5, 0), (1.1, 3)):
         with pytest.raises(InvalidParameterError, match="at least 1 trial"):
             wilson_interval(mean, trials)
+
+
+def test_a_depth_that_is_given_twice_is_asked_once(tokenizer: PreTrainedTokenizerFast) -> None:
+    names = [prompt.name for prompt in make_prompts(tokenizer, [500], [0.5, 0.5, 0.0, 0.004, 1 / 8, 0.5])]
+    assert names == [f"500 tokens at {depth}%" for depth in ("50", "0", "0.4", "12.5")]
+    panel = passkey_panel("", [(0.0, 512, 1, 1, 0.1), (0.004, 512, 0, 1, 5.0)], 256)
+    assert "50% at 512" in panel.words
 
 
 def test_cells_are_sums() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import replace
@@ -21,7 +20,6 @@ from ctxext.measuring.statistics import (
     document_difference,
     grouped_difference,
     mean_loss,
-    score_difference,
     students_quantile,
 )
 
@@ -252,22 +250,3 @@ def test_students_quantile_refuses() -> None:
     for chance, degrees in ((0.0, 3), (1.0, 3), (0.05, 0)):
         with pytest.raises(InvalidParameterError, match="degrees at least 1"):
             students_quantile(chance, degrees)
-
-
-@pytest.mark.parametrize(("differences", "found"), [([1.0] * 5, False), ([1.0] * 6, True), ([1.0, 0.0] * 4, False)])
-def test_scores_of_few_steps_differ_by_the_test_of_signs(differences: list[float], found: bool) -> None:
-    """Six of one sign are 1 of 32 ways to draw the signs; five are 1 of 16. Zeros have no sign."""
-    gap = score_difference(differences, over="texts")
-    assert gap.mean == sum(differences) / len(differences)
-    assert (abs(gap.mean) > gap.margin) is found
-
-
-def test_the_margin_of_scores_is_that_of_all_signs() -> None:
-    differences = [25.0, -50.0, 75.0, 0.0, 25.0, 100.0, 50.0]
-    means = [
-        abs(sum(sign * value for sign, value in zip(signs, differences, strict=True))) / 7
-        for signs in itertools.product((1, -1), repeat=7)
-    ]
-    margin = score_difference(differences, over="texts").margin
-    assert sum(mean > margin + 1e-9 for mean in means) / len(means) <= 0.05
-    assert sum(mean > margin - 1e-9 for mean in means) / len(means) > 0.05

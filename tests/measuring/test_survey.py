@@ -1,4 +1,4 @@
-"""Which device each of several processes takes."""
+"""Which device each of several processes takes, and what is said where memory ends."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import distributed
 
-from ctxext.measuring.survey import launched_processes
+from ctxext.errors import InvalidParameterError
+from ctxext.measuring.survey import explain_out_of_memory, launched_processes
 
 
 @pytest.mark.parametrize(("present", "device"), [(2, "cuda:1"), (0, "cpu")])
@@ -27,3 +28,25 @@ def test_a_torch_built_for_gpus_takes_the_cpu_where_there_is_none(
     for name, value in (("is_initialized", True), ("get_rank", 3), ("get_world_size", 4)):
         monkeypatch.setattr(distributed, name, lambda value=value: value)
     assert launched_processes().device == device
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.OutOfMemoryError("CUDA out of memory"),
+        RuntimeError(
+            "[enforce fail at alloc_cpu.cpp:124] DefaultCPUAllocator: can't allocate memory: you tried 9 bytes"
+        ),
+    ],
+    ids=["GPU", "CPU"],
+)
+def test_a_device_without_memory_is_named_with_the_job(error: RuntimeError) -> None:
+    with (
+        pytest.raises(InvalidParameterError, match=r"Out of memory at yarn, a\.txt"),
+        explain_out_of_memory("yarn, a.txt"),
+    ):
+        raise error
+    with pytest.raises(InvalidParameterError), explain_out_of_memory("here"):
+        torch.empty(2**46)
+    with pytest.raises(RuntimeError, match="other"), explain_out_of_memory("here"):
+        raise RuntimeError("other")

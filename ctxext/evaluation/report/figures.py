@@ -7,7 +7,7 @@ import itertools
 import math
 import textwrap
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from io import BytesIO
 from pathlib import Path
 from typing import Any
@@ -206,14 +206,17 @@ def lines_panel(
     """Return a panel of lines over positions, lengths or distances.
 
     Args:
-        lines: Lines; a line without points is left out.
+        lines: Lines; infinite points are left out, and a line without points.
         ticks: places to label on the horizontal axis, in tokens or with their labels.
         doubling: True where equal steps of the horizontal axis double the number of tokens.
         log: True for a logarithmic vertical axis; by default where its values span more than a factor of 3.
     """
-    lines = [line for line in lines if line.points]
+    finite = [[point for point in line.points if math.isfinite(point[1])] for line in lines]
+    lines = [replace(line, points=points) for line, points in zip(lines, finite, strict=True) if points]
 
     def draw(axes: Any) -> None:
+        if not lines:
+            return
         colours = colours_for(line.method for line in lines)
         for line, colour in zip(lines, colours, strict=True):
             x, y = zip(*line.points, strict=True)
