@@ -26,6 +26,7 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -56,8 +57,6 @@ from ctxext.measuring.truncation import (
     window_of,
     windows_of,
 )
-from ctxext.models import find_architecture
-from ctxext.models.table import LearnedTable
 from ctxext.texts.corpus import Corpus, special_suffix
 
 EVERY = 7
@@ -159,7 +158,8 @@ def masked_texts(
         passes: Passes over each text, each masking other tokens; from 1 to ``every``.
 
     Raises:
-        InvalidParameterError: a number out of range, or a tokenizer without a mask token.
+        InvalidParameterError: a number out of range, a text too short for a masked token in each pass, or a tokenizer
+            without a mask token.
     """
     if tokenizer.mask_token_id is None:
         raise InvalidParameterError(
@@ -177,6 +177,11 @@ def masked_texts(
         taken = document.take(length - len(suffix))
         ids = torch.cat([taken.input_ids[0], taken.input_ids.new_tensor(suffix)])
         place = torch.arange(document.prefix, length - len(suffix))
+        if len(place) < every:
+            raise InvalidParameterError(
+                f"Of {length:,} tokens, {len(place)} can be masked, too few for one in {every}. Give a smaller --every "
+                f"or a greater --length."
+            )
         offsets = [order[(number * passes + turn) % every] for turn in range(passes)]
         masks = tuple(place[(place - document.prefix) % every == offset] for offset in offsets)
         texts.append(MaskedText(document.name, ids, document.prefix, len(suffix), masks, tokenizer.mask_token_id))
@@ -185,25 +190,29 @@ def masked_texts(
 
 # Not inference_mode: a dynamic method may leave its buffers behind, and inference tensors cannot be trained with.
 @torch.no_grad()
-def masked_losses(model: nn.Module, text: MaskedText, *, window: int | None = None) -> Float[Tensor, " tokens"]:
+def masked_losses(
+    model: nn.Module,
+    text: MaskedText,
+    *,
+    window: int | None = None,
+    ticks: Callable[[int], AbstractContextManager[None]] = lambda _: nullcontext(),
+) -> Float[Tensor, " tokens"]:
     """Compute the loss of every masked token at its position, in nats; NaN where none was masked.
+
+    Args:
+        ticks: Context of all passes, made from their number.
 
     The head runs at the masked positions alone, so that positions x vocabulary never exists.
 
     Raises:
         IncompatibleError: a model in training mode, or one whose head takes more than the hidden states.
     """
-    losses = torch.full((text.length,), torch.nan)
-    for views in _batches(text, window):
-        _read(model, text, views, losses)
+    losses, views = torch.full((text.length,), torch.nan), text.views(window)
+    rows = max(1, text.length // (window or text.length))  # about as many tokens as the whole text has
+    with ticks(-(-len(views) // rows)):
+        for at in range(0, len(views), rows):
+            _read(model, text, views[at : at + rows], losses)
     return losses
-
-
-def _batches(text: MaskedText, window: int | None) -> list[list[View]]:
-    """Group the views that go through the model together: about as many tokens as the whole text has."""
-    views = text.views(window)
-    rows = max(1, text.length // (window or text.length))
-    return [views[at : at + rows] for at in range(0, len(views), rows)]
 
 
 def _read(model: nn.Module, text: MaskedText, views: Sequence[View], losses: Tensor) -> None:
@@ -230,12 +239,17 @@ class MaskedJob(Job):
     """One reader and one text."""
 
     text: MaskedText
+    is_causal = False
 
     def ask(self, model: nn.Module, progress: Progress) -> Answer:
         """Return the losses of all masked tokens, pass by pass."""
-        window = self.reader.reading.window
-        with ticking(model, self.name, self.cost / len(_batches(self.text, window)), progress):
-            losses = masked_losses(model, self.text, window=window)[torch.cat(self.text.passes)]
+        found = masked_losses(
+            model,
+            self.text,
+            window=self.reader.reading.window,
+            ticks=lambda passes: ticking(model, self.name, self.cost / passes, progress),
+        )
+        losses = found[torch.cat(self.text.passes)]
         check_finite(losses, self.name)
         return Answer({"item": self.text.name}, losses)
 
@@ -265,7 +279,6 @@ def masked_readers(
         factors=factors,
         lengths=sorted({*lengths, trained}) if lengths else (),
         reference=reference,
-        unpatched=not isinstance(find_architecture(checkpoint.subject), LearnedTable),
         trained_length=trained_length,
     )
     readers: list[Reader] = []

@@ -275,6 +275,12 @@ def test_what_cannot_be_measured_is_refused() -> None:
     for options, says in (({"every": 1}, "every must be at least 2"), ({"passes": 8}, "passes must be from 1 to 7")):
         with pytest.raises(InvalidParameterError, match=says):
             texts_of(100, **options)
+    for every, length in ((1000, 100), (99, 100), (7, 8)):
+        with pytest.raises(
+            InvalidParameterError, match=rf"Of {length} tokens, {length - 2} can be masked.*in {every}\."
+        ):
+            texts_of(length, every=every)
+    assert [len(one.passes[0]) for one in texts_of(100, every=98)] == [1, 1]
     checkpoint = Checkpoint("tiny", bert(), tokenizer())
     with pytest.raises(InvalidParameterError, match="128 tokens are more than the 64"):
         masked_readers(checkpoint, lengths=[128])

@@ -1,0 +1,56 @@
+"""Which models see tokens that come after those they predict."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from ctxext.errors import IncompatibleError
+from ctxext.measuring.checkpoint import Checkpoint
+from tests._checkpoints import rain, save_with_tokenizer
+from tests._models import tiny
+from tests._programs import command
+from tests._tokenizer import BYTES_AFTER_BOS
+from tests.walk.tiny import tiny_config
+
+AHEAD = ("bert", "roberta", "electra", "roformer", "big_bird", "rembert", "xlm", "xlnet", "cpmant")
+CAUSAL = (
+    "llama",
+    "gpt2",
+    "mistral",
+    "mixtral",
+    "qwen3_next",
+    "deepseek_v3",
+    "mamba",
+    "mamba2",
+    "rwkv",
+    "bloom",
+    "xglm",
+)
+
+
+@pytest.mark.parametrize("family", [*AHEAD, *CAUSAL])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_model_that_sees_later_tokens_is_told_from_one_that_does_not(family: str, dtype: torch.dtype) -> None:
+    if family in AHEAD:  # as the class of causal models builds it
+        torch.manual_seed(0)
+        model = AutoModelForCausalLM.from_config(tiny_config(family)).eval()
+    else:
+        model = tiny(family)
+    checkpoint = Checkpoint("tiny", model.to(dtype), BYTES_AFTER_BOS)
+    assert checkpoint.reads_ahead == (family in AHEAD)
+    if family in AHEAD:
+        with pytest.raises(IncompatibleError, match=r"reads to both sides.* ctxext eval masked"):
+            checkpoint.require_causal()
+
+
+@pytest.mark.parametrize("family", ["xlm", "bert"])
+def test_no_loss_is_printed_of_a_model_that_knows_what_it_predicts(family: str, tmp_path: Path) -> None:
+    config = tiny_config(family, **({"n_words": 260} if family == "xlm" else {"vocab_size": 260}))
+    folder = save_with_tokenizer(AutoModelForCausalLM.from_config(config), tmp_path / "model", BYTES_AFTER_BOS)
+    (tmp_path / "a.txt").write_text(rain("a"))
+    found = command("eval", "perplexity", folder, "-t", tmp_path / "a.txt", "-l", "64", "--dtype", "fp32", code=1)
+    assert "reads to both sides" in found.output
