@@ -450,7 +450,7 @@ class Halving:
         A candidate is beyond rescue if it would be worse even if it read the rest of the text as well as the best
         candidate that has read it.
         """
-        if len(seen) <= self.trained or name == self.usual:
+        if len(seen) <= self.trained + 1 or name == self.usual:  # a single token beyond has no standard error
             return None
         others = [
             other

@@ -140,14 +140,14 @@ class MeasuredLosses:
             pairs = zip(short, losses[name], strict=True)
             losses[name] = [torch.cat([inside, whole[trained:]]) for inside, whole in pairs]
         unpatched = self._losses([UNPATCHED], stretches, self._beginning(trained))[UNPATCHED]
-        span = {"start": self.costs.end, "positions": self.costs.length, "prefix": stretches[0].text.prefix}
+        span = {"start": self.costs.end, "positions": self.costs.length}
         block = self.costs.length - self.costs.end  # chunks are chosen once
 
         def passes(name: str, stretch: TextStretch) -> Sequence[Window]:
-            window = window_of(name)
+            window, text = window_of(name), stretch.text
             if window is None:
-                return selection_windows(stretch.text.input_ids, window=trained, block=block, **span)
-            return tail_windows(window, **span)
+                return selection_windows(text.input_ids, window=trained, block=block, prefix=text.prefix, **span)
+            return tail_windows(window, prefix=text.prefix, **span)
 
         tails = self._losses([*map(window_name, self.readings.windows), SELECTED], stretches, passes)
         return judge_held_out(

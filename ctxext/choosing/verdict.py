@@ -107,7 +107,7 @@ def judge_held_out(
     inside the window, and of truncations and the selection at the end of the texts by their names. The texts of one
     document count as one. An empty ``runner_up`` is none.
     """
-    best = best_short(truncations)
+    best = best_short({name: by_document(texts, documents) for name, texts in truncations.items()})
     end = len(truncations[best][0])
 
     def difference(name: str, other: Sequence[Tensor], part: slice, *, baselines: int = 1) -> PairedDifference:

@@ -15,10 +15,12 @@ from transformers import LlamaForCausalLM, PreTrainedModel
 
 import ctxext
 from ctxext.choosing import choose, halving, losses
+from ctxext.choosing.choose import ChoiceSettings, PlannedChoice
 from ctxext.choosing.report import choice_page
 from ctxext.choosing.verdict import Choice
 from ctxext.errors import IncompatibleError, InvalidParameterError, PatchStateError, ResultsError
 from ctxext.measuring import loss
+from ctxext.measuring.checkpoint import Checkpoint
 from ctxext.measuring.journal import Journal
 from ctxext.measuring.loss import loss_by_position
 from ctxext.measuring.statistics import PairedDifference
@@ -27,6 +29,7 @@ from ctxext.methods.pi import PI
 from ctxext.methods.self_extend import SelfExtend
 from ctxext.methods.yarn import YaRN
 from ctxext.runtimes import RUNTIMES
+from ctxext.texts.corpus import Corpus
 from ctxext.texts.stretches import corpus_from, split_texts
 from tests._checkpoints import rain, save_with_tokenizer
 from tests._models import byte_model, tiny
@@ -124,6 +127,26 @@ def test_a_choice_says_what_was_measured(choice: Choice, model: LlamaForCausalLM
     with pytest.raises(PatchStateError, match="extended already"):
         chosen(model)
     ctxext.unpatch(model)
+
+
+def test_every_text_is_truncated_behind_its_own_prefix(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Conversations, whose template writes no BOS token, and texts are judged on together."""
+    seen, whole = [], losses.tail_windows
+
+    def watched(window: int, **span: Any) -> Any:
+        seen.append(span["prefix"])
+        return whole(window, **span)
+
+    monkeypatch.setattr(losses, "tail_windows", watched)
+    texts = enumerate(corpus_from(TEXTS, BYTES_AFTER_BOS).documents)
+    mixed = [replace(one, input_ids=one.input_ids[:, n % 2 :], prefix=1 - n % 2) for n, one in texts]
+    loaded = Checkpoint("tiny", tiny("llama", vocab_size=257), BYTES_AFTER_BOS)
+    settings = ChoiceSettings(target_length=96, keys=False, trained_length=64)
+    planned = PlannedChoice(loaded, Corpus(tuple(mixed), "mixed", len(mixed)), settings)
+    held = planned.run().held_out
+    prefixes = [one.text.prefix for one in planned.split.held_out[: held.texts]]
+    assert len(set(prefixes)) == 2
+    assert seen == prefixes * len(planned.readings.windows)
 
 
 @pytest.mark.nightly

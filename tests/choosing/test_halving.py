@@ -13,7 +13,7 @@ from torch import Tensor
 
 import ctxext
 from ctxext.choosing.candidates import CandidateReach
-from ctxext.choosing.halving import LOOKS, PIECES, Finish, Halving, Sizes, chosen, is_worse, keys_lost
+from ctxext.choosing.halving import LOOKS, PIECES, WHOLE, Finish, Halving, Sizes, chosen, is_worse, keys_lost
 from ctxext.choosing.verdict import HeldOut, judge_held_out
 from ctxext.measuring.loss import loss_by_position
 from ctxext.measuring.statistics import CHANCE, PairedDifference
@@ -102,6 +102,41 @@ def equals(base: Tensor, gap: Tensor, names: Sequence[str], seed: int) -> dict[s
 def quiet_of(measured: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
     """The same losses, with a tenth of the luck."""
     return measured[0], measured[1] / 10
+
+
+def test_a_single_token_beyond_the_window_stops_nobody() -> None:
+    """A text is looked at after each eighth: here one of these ends one token beyond the window."""
+    losses = {"usual": torch.full((12, LENGTH), 3.0) + torch.rand(12, LENGTH), "worse": torch.full((12, LENGTH), 9.0)}
+    stored = Stored(losses, prefix=64)
+    for trained in (LENGTH * 5 // 8 - 1, LENGTH // 2 - 1):
+        halving = Halving(reaches=equal(list(losses)), losses=stored, sizes=SIZES, trained=trained, length=LENGTH)
+        for name in losses:
+            halving._read_texts(name, range(2), WHOLE, 1)
+        assert len(halving.read["usual"][0]) == LENGTH
+        assert len(halving.read["worse"][0]) == trained + 1 + LENGTH // PIECES, "at the next look"
+
+
+def test_the_best_truncation_is_that_of_documents() -> None:
+    """Four texts of one document count as one: a window that suits that document alone is not the best."""
+    documents, noise = ["long"] * 4 + list("abcd"), torch.linspace(-0.01, 0.01, 8)
+
+    def reading(long: float, others: float) -> list[Tensor]:
+        return [(long if name == "long" else others) + noise for name in documents]
+
+    losses = [torch.cat([torch.ones(16), text]) for text in reading(1.86, 1.96)]
+    held = judge_held_out(
+        {"choice": losses},
+        choice="choice",
+        usual="choice",
+        runner_up="",
+        unpatched=[text[:16] for text in losses],
+        truncations={"truncated 8": reading(1.9, 2.0), "truncated 16": reading(2.2, 1.9)},
+        documents=documents,
+        trained=16,
+        same_documents=False,
+    )
+    assert held.window == 16
+    assert held.versus_truncation.mean == pytest.approx((1.86 - 2.2 + 4 * 0.06) / 5, abs=1e-6)
 
 
 @pytest.mark.nightly
