@@ -209,16 +209,18 @@ def make_prompts(
     def make(length: int, depth: float, number: int) -> PasskeyPrompt:
         passkey = build(tokenizer, length=length - ANSWER_ROOM, depth=depth, seed=number, haystack=haystack)
         return PasskeyPrompt(
-            name=f"{length:,} tokens at {passkey.depth:.0%}" + (f", seed {number}" if trials > 1 else ""),
+            name=f"{length:,} tokens at {100 * passkey.depth:g}%" + (f", seed {number}" if trials > 1 else ""),
             length=length,
             identity=[passkey.sha256, front, JUDGED],
+            least=front + ANSWER_ROOM + 1,
             seed=number,
             passkey=passkey,
             prefix=front,
             turning_point=turning_point,
         )
 
-    return tuple(itertools.starmap(make, itertools.product(lengths, depths, range(seed, seed + trials))))
+    places = itertools.product(lengths, dict.fromkeys(depths), range(seed, seed + trials))
+    return tuple(itertools.starmap(make, places))
 
 
 def prepare(

@@ -72,7 +72,7 @@ def passkey_page(report: PasskeyReport) -> Page:
 def passkey_panel(title: str, keys: Iterable[tuple[float, int, int, int, float]], trained_length: int) -> Panel:
     """Return the heat map of one reading, from depth, tokens, keys found, keys hidden and loss in nats of its keys."""
     cells = {
-        (f"{depth:.0%}", length): (found / hidden, f"{found}/{hidden}\n{loss:.2f}")
+        (f"{100 * depth:g}%", length): (found / hidden, f"{found}/{hidden}\n{loss:.2f}")
         for depth, length, found, hidden, loss in sorted(keys)
     }
     return heat_panel(title, cells, trained_length=trained_length)
@@ -186,7 +186,7 @@ def retrieval_page(report: RetrievalReport) -> Page:
         rows=kept,
         title="Effective length, tokens",
         caption=f"The longest length that keeps 85 percent of the accuracy above chance at {tokens_label(report.base)} "
-        f"tokens. {NONE}: no more than chance there.",
+        f"tokens. {NONE}: no more than chance there, or not asked there.",
         styles=_styles(report),
     )
     parts: list[Part] = [*tables, effective, *retrieval_sentences(report)]

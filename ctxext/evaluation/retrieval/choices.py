@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 import operator
 import random
 from collections.abc import Iterable, Sequence
@@ -29,13 +30,7 @@ from ctxext.evaluation.retrieval.questions import LEAST_CHOICES, MOST_CHOICES, T
 from ctxext.evaluation.trials import HidingPrompt, TrialReport, Trials, relative_effective_length, without
 from ctxext.files import digest
 from ctxext.measuring.forward import SMALL_MODEL, Progress, logits_of_answers, ticking
-from ctxext.measuring.statistics import (
-    CHANCE,
-    PairedDifference,
-    check_finite,
-    grouped_difference,
-    score_difference,
-)
+from ctxext.measuring.statistics import CHANCE, PairedDifference, check_finite, grouped_difference
 from ctxext.measuring.survey import Trial
 from ctxext.texts.corpus import special_prefix, tokens_behind
 from ctxext.texts.haystack import Haystack, hide, noise
@@ -124,12 +119,14 @@ def make_prompts(
         requests = [tokens_behind(tokenizer, request) for request in questions.requests]
         answers = [tokens_behind(tokenizer, f" {answer}") for answer in questions.answers]
         for length in lengths:
-            text = _text(tokenizer, questions, haystack, drawn, length, max(map(len, requests)) + len(answers[0]), task)
+            behind = max(map(len, requests)) + len(answers[0])
+            text = _text(tokenizer, questions, haystack, drawn, length, behind, task)
             prompts.append(
                 ChoicePrompt(
                     name=f"{task} {index + 1}, {length:,} tokens",
                     length=length,
                     identity=[task, digest(json.dumps([text, requests, answers])), front],
+                    least=front + behind + 1,
                     task=task,
                     index=index,
                     questions=questions,
@@ -217,8 +214,15 @@ class ChoiceTrial:
     @property
     def by_chance(self) -> list[float]:
         """The probability of each number of right choices, were the answers dealt out to the questions by chance."""
-        deals = [sum(map(operator.eq, deal, self.chosen)) for deal in itertools.permutations(range(len(self.chosen)))]
-        return [deals.count(right) / len(deals) for right in range(len(self.chosen) + 1)]
+        chosen, ways = self.chosen, np.ones(1)
+        numbers = range(len(chosen) + 1)
+        for answer in range(len(chosen)):  # ways to deal out some answers rightly, by how many these are
+            ways = np.convolve(ways, (1, chosen.count(answer)))
+        share = [ways[some] / math.perm(len(chosen), some) for some in numbers]  # and the others anyhow
+        return [
+            float(sum((-1) ** (some - right) * math.comb(some, right) * share[some] for some in numbers[right:]))
+            for right in numbers
+        ]
 
     @property
     def score(self) -> float:
@@ -275,9 +279,8 @@ class RetrievalResult(Trials):
         if asked[0] != asked[1] or not asked[0]:
             return None
         pairs = zip(self.trials, other.trials, strict=True)
-        if margin:
-            return _difference([mine.margin - theirs.margin for mine, theirs in pairs])
-        return score_difference([mine.score - theirs.score for mine, theirs in pairs], over="texts")
+        read = operator.attrgetter("margin" if margin else "score")
+        return _difference([read(mine) - read(theirs) for mine, theirs in pairs])
 
     def effective_length(self, base: int) -> int | None:
         """Return the longest length that keeps 85 percent of the accuracy above chance at the base length.

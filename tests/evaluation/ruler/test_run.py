@@ -14,14 +14,17 @@ import torch
 from transformers import LlamaForCausalLM
 
 from ctxext.errors import InvalidParameterError, install_line
-from ctxext.evaluation.ruler.run import RulerResult, RulerTrial, ask, draw, ruler_prompts
+from ctxext.evaluation.ruler.run import RulerResult, RulerTrial, ask, draw, reply_to, ruler_prompts
 from ctxext.evaluation.ruler.tasks import TASKS
 from ctxext.evaluation.ruler.tasks.base import Setting, Task, largest_fit, words
 from ctxext.evaluation.trials import relative_effective_length
+from ctxext.measuring.checkpoint import Checkpoint
+from ctxext.measuring.readers import find_readers
 from ctxext.measuring.statistics import wilson_interval
+from ctxext.measuring.survey import jobs_of
 from ctxext.texts.documents import Document
-from tests._models import trained_for
-from tests._tokenizer import BYTES_AFTER_BOS
+from tests._models import tiny, trained_for
+from tests._tokenizer import BYTES_AFTER_BOS, make_tokenizer
 
 PROSE = Document("prose", " ".join(f"On day {day} it rained, and nobody came." for day in range(40)))
 
@@ -104,11 +107,7 @@ def test_largest_fit(noise: int, near: int | None) -> None:
 def test_relative_effective_length_by_hand() -> None:
     assert relative_effective_length({1024: 80.0, 2048: 68.0, 4096: 67.9}) == 2048
     assert relative_effective_length({4096: 70.0, 1024: 80.0, 2048: 10.0}) == 4096
-    assert relative_effective_length({1024: 80.0, 2048: 41.0}, keep=0.5) == 2048
     assert relative_effective_length({1024: 0.0, 2048: 10.0}) is None
-    for scores, keep in (({}, 0.85), ({1: 1.0}, 0.0)):
-        with pytest.raises(InvalidParameterError, match="share above 0"):
-            relative_effective_length(scores, keep=keep)
 
 
 @pytest.fixture
@@ -149,6 +148,27 @@ def test_a_whole_run(long_model: LlamaForCausalLM) -> None:
     written = decode_by_hand(long_model, BYTES_AFTER_BOS(made.prompt).input_ids, 128)
     assert trial.reply == BYTES_AFTER_BOS.decode(written, skip_special_tokens=True)
     assert trial.score == 100.0 * (made.answers[0] in trial.reply)
+
+
+@pytest.mark.parametrize("rope", [{"rope_type": "dynamic"}, {"rope_type": "default"}])
+def test_a_reply_does_not_depend_on_what_was_asked_before(rope: dict[str, Any]) -> None:
+    """transformers keeps the frequencies of the longest text, so that a run that goes on would differ."""
+    model = tiny("llama", vocab_size=257, rope_parameters={"rope_theta": 1e4, "factor": 4.0, **rope})
+    long, short = torch.randint(40, 120, (500,), generator=torch.Generator().manual_seed(1)).split([300, 200])
+    alone = reply_to(model, BYTES_AFTER_BOS, short.tolist(), tokens=20)
+    reply_to(model, BYTES_AFTER_BOS, long.tolist(), tokens=5)
+    assert reply_to(model, BYTES_AFTER_BOS, short.tolist(), tokens=20) == alone
+
+
+@pytest.mark.parametrize(("bos", "trained"), [(False, 128), (True, 129), (True, 64)])
+def test_a_window_without_room_for_the_reply_is_refused_before_anything_is_asked(bos: bool, trained: int) -> None:
+    tokenizer = make_tokenizer(bos=bos)
+    loaded = Checkpoint("tiny", tiny("llama", vocab_size=257), tokenizer)
+    prompts = ruler_prompts(tokenizer, lengths=[1024], tasks=["niah_single_1"], samples=1)
+    readers = find_readers(loaded, methods=["pi"], lengths=[1024], trained_length=trained)
+    with pytest.raises(InvalidParameterError, match=rf"a window of {trained} tokens shows nothing.* from 1(29|30) on"):
+        jobs_of(readers, prompts)
+    assert jobs_of(find_readers(loaded, methods=["pi"], lengths=[1024], trained_length=130), prompts)
 
 
 def test_averages_are_of_whole_lengths() -> None:
