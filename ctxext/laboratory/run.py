@@ -304,8 +304,10 @@ class Laboratory(Survey[LabJob]):
         pool = concurrent.futures.ProcessPoolExecutor(self.workers, spawning, logging.set_verbosity_error)
         try:
             futures = {pool.submit(LabJob.ask, job): job for job in jobs}
-            for future in concurrent.futures.as_completed(futures):
-                yield futures[future], future.result()
+            while futures:
+                done = concurrent.futures.wait(futures, return_when=concurrent.futures.FIRST_COMPLETED).done
+                for future in sorted(done, key=lambda each: each.exception() is not None):  # what is right is kept
+                    yield futures.pop(future), future.result()
         except concurrent.futures.process.BrokenProcessPool as error:
             raise ResultsError(
                 "A process of the laboratory was killed, perhaps for want of memory. Finished jobs are kept: run the "

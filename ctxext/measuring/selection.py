@@ -18,6 +18,7 @@ from collections.abc import Iterator, Sequence
 from jaxtyping import Int
 from torch import Tensor
 
+from ctxext.errors import InvalidParameterError
 from ctxext.measuring.loss import Window
 
 CHUNK, BLOCK = 128, 256
@@ -78,7 +79,7 @@ def selection_windows(
     """Lay out the passes that score a text from ``start`` on when the model sees the newest tokens and chosen chunks.
 
     Args:
-        window: positions that the model sees at most, at least 16 besides the prefix.
+        window: positions that the model sees at most, at least 16 besides the prefix for chunks to fit.
         start: first position to score, at least ``window``.
         positions: Positions of the text, one fewer than its tokens.
         prefix: leading tokens of the text, with which each pass begins.
@@ -88,10 +89,18 @@ def selection_windows(
     Returns:
         A pass for each block of predicted tokens. None sees more than ``window`` positions, nor a token that comes
         after the predicted ones.
+
+    Raises:
+        InvalidParameterError: a window that is too small.
     """
     tokens, size, usual = input_ids[0].tolist(), max(1, min(CHUNK, window // 16)), max(1, min(BLOCK, window // 8))
     block = usual if block is None else block
     newest = window // 2 + block
+    if window < prefix + newest:
+        raise InvalidParameterError(
+            f"A window of {window} tokens is too small for a selection: {prefix} in front and the newest {newest} fill "
+            f"it. Give a greater --trained-length, or leave the selection out."
+        )
     chunks, windows = RankedChunks(tokens[: positions + 1], size, prefix), []
     for begin in range(start, positions, block):
         stop = min(begin + block, positions)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import importlib
 import itertools
 import re
@@ -25,6 +26,7 @@ from ctxext.laboratory.run import PRESETS, LabJob, Laboratory, LabSettings, prep
 from ctxext.laboratory.subjects import EXTENSIONS, RECURRENT, Body, subjects
 from ctxext.laboratory.tasks import TASKS, byte_text
 from ctxext.measuring.loss import loss_by_position, truncated_loss
+from ctxext.measuring.survey import Answer
 from ctxext.methods import METHODS, EncodingMethod, Method, known_methods
 from ctxext.registry import discover
 from ctxext.texts.documents import read_documents
@@ -80,6 +82,37 @@ def test_a_cell_whose_losses_are_no_numbers_is_refused_by_name(
     with pytest.raises(IncompatibleError, match="infinite losses: rope, parity, seed 0"):
         tested.run()
     assert {job.task for job in tested.begin()} == {"parity", "text"}
+
+
+def test_what_is_done_beside_a_job_that_fails_is_kept(text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whichever of the processes that end together is asked first."""
+    monkeypatch.setattr(concurrent.futures, "ProcessPoolExecutor", lambda workers, *_: Pool(workers))
+    monkeypatch.setattr(LabJob, "ask", one_fails)
+    for fails in range(4):
+        jobs = laboratory(None, text, only=("rope", "alibi"), tasks=("parity",), workers=4)
+        failing = jobs.begin()[fails].name
+        monkeypatch.setattr("tests.laboratory.test_run.FAILING", failing)
+        with pytest.raises(IncompatibleError, match="NaN"):
+            jobs.run()
+        assert {job.name for job in jobs.begin()} == {failing}
+
+
+FAILING = ""
+
+
+class Pool(concurrent.futures.ThreadPoolExecutor):
+    """Threads that do each job at once, so that all are done before the first is asked for."""
+
+    def submit(self, *given: Any) -> Any:
+        future = super().submit(*given)
+        concurrent.futures.wait([future])
+        return future
+
+
+def one_fails(job: LabJob) -> Answer:
+    if job.name == FAILING:
+        raise IncompatibleError("NaN")
+    return Answer({"seconds": 1.0})
 
 
 def readable(result: LabResult) -> str:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from transformers import LlamaForCausalLM
 
+from ctxext.errors import InvalidParameterError
 from ctxext.measuring.loss_table import LossTable
 from ctxext.measuring.selection import RankedChunks, selection_windows
 
@@ -86,3 +87,12 @@ def test_the_baseline_is_the_best_of_truncations_and_selection() -> None:
             "undecided" if best == "truncated 8" else "no",
             8 if start == 0 else 16,
         )
+
+
+@pytest.mark.parametrize(("window", "prefix"), [(2, 1), (3, 2), (8, 4)])
+def test_a_window_without_room_for_the_newest_tokens_is_refused(window: int, prefix: int) -> None:
+    given = {"start": 20, "positions": 60}
+    with pytest.raises(InvalidParameterError, match=rf"A window of {window} tokens is too small for a selection"):
+        selection_windows(torch.arange(61)[None], window=window, prefix=prefix, **given)
+    least = selection_windows(torch.arange(61)[None], window=window + 1, prefix=prefix - 1, **given)
+    assert max(each.positions for each in least) <= window + 1
