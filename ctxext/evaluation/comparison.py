@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -13,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ctxext.errors import InvalidParameterError
-from ctxext.evaluation.passkey import DEPTHS, JUDGED, PasskeyPrompt, make_prompts
+from ctxext.evaluation.passkey import DEPTHS, PasskeyPrompt, make_prompts
 from ctxext.measuring.checkpoint import Checkpoint
 from ctxext.measuring.forward import turning_point
 from ctxext.measuring.journal import Journal
@@ -23,6 +22,7 @@ from ctxext.measuring.provenance import provenance_of
 from ctxext.measuring.readings import Reader, Reading, Readings, Refusal, chosen_methods, require_reached
 from ctxext.measuring.selection import selection_windows
 from ctxext.measuring.statistics import (
+    BEYOND,
     CURVE,
     ENOUGH_DOCUMENTS,
     Bucket,
@@ -36,8 +36,6 @@ from ctxext.measuring.truncation import SELECTED, TRUNCATED, UNPATCHED, is_short
 from ctxext.methods import Method
 from ctxext.texts.corpus import Corpus, TokenisedDocument
 
-LOSS, PASSKEY = "loss", "passkey"  # in the keys of jobs
-
 
 @dataclass(frozen=True)
 class Series:
@@ -47,7 +45,6 @@ class Series:
         name: Name of the method, or of a reference: ``unpatched``, ``truncated 2048`` for the last 2,048 tokens,
             ``truncated`` for the best of such.
         buckets: the trained window as one bucket, then equal buckets beyond it.
-        in_window_ratio: perplexity inside the trained window over the unpatched model's, dimensionless.
         versus_truncation: Loss minus the best truncation's in each bucket beyond the window.
         dynamic: True where the method's frequencies follow the length, so that the one pass at the full length
             charges its stretched frequencies to every position.
@@ -58,10 +55,8 @@ class Series:
     name: str
     buckets: tuple[Bucket, ...]
     curve: tuple[Bucket, ...]
-    in_window_ratio: float
     versus_truncation: tuple[PairedDifference, ...]
     dynamic: bool
-    seconds: float
     windows: tuple[int, ...] = ()
     selected: tuple[bool, ...] = ()
 
@@ -197,7 +192,7 @@ class Comparison(Survey[LossJob | PromptJob]):
 
     def lengths_of(self, reading: Reading) -> tuple[int, ...]:
         """Return the lengths that a reading is meant for."""
-        return _lengths_of(reading, self.lengths)
+        return reading.meant_for(self.lengths)
 
     def table(self, length: int) -> LossTable:
         """Return the losses up to a length, of every reading that is meant for it.
@@ -213,7 +208,7 @@ class Comparison(Survey[LossJob | PromptJob]):
             rows = [self.journal.losses(lines[job.key]) for job in self.texts[name, measured]]
             if is_short(name):
                 # Only the tail was read: nothing is dropped inside the trained window.
-                inside = self.lengths[0 if readings[UNPATCHED].dynamic else -1]
+                inside = self.lengths_of(readings[UNPATCHED])[0 if readings[UNPATCHED].dynamic else -1]
                 heads = [self.journal.losses(lines[job.key]) for job in self.texts[UNPATCHED, inside]]
                 rows = [torch.cat([head[: self.trained_length], row]) for head, row in zip(heads, rows, strict=True)]
             return [row[:length] for row in rows]
@@ -227,7 +222,7 @@ class Comparison(Survey[LossJob | PromptJob]):
         It is a quarter of the window, or all that lies beyond the window if that is less.
         """
         trained = self.trained_length
-        quarter = max(1, trained // 4)
+        quarter = max(2, trained // 4)  # a single token has no standard error
         return length - quarter if length == trained else max(length - quarter, trained)
 
     def result(self) -> ComparisonResult:
@@ -328,21 +323,27 @@ class Comparison(Survey[LossJob | PromptJob]):
             ]
             own = [reading for reading in of_factor if not reading.any_factor] or of_factor
             length = max((n for reading in own for n in self.lengths_of(reading)), default=self.lengths[-1])
-            references = [reading for reading in self.readings if reading.is_reference]
-            shown = [*references, *(reading for reading in of_factor if length in self.lengths_of(reading))]
-            series = tuple(_series(wholes[length], shown, self.trained_length, length))
+            among = [*(reading for reading in self.readings if reading.is_reference), *of_factor]
+            shown = [reading for reading in among if length in self.lengths_of(reading)]
+            series = tuple(_series(wholes[length], shown, wholes[self.trained_length], self.trained_length, length))
             yield FactorSeries(factor=factor, length=length, series=series)
 
 
-def _series(table: LossTable, readings: Sequence[Reading], trained: int, length: int) -> Iterator[Series]:
-    """Yield the losses of readings by position, for the truncations the best one of each bucket."""
+def _series(
+    table: LossTable, readings: Sequence[Reading], inside: LossTable, trained: int, length: int
+) -> Iterator[Series]:
+    """Yield the losses of readings by position, for the truncations the best one of each bucket.
+
+    Args:
+        inside: Losses up to the trained length.
+    """
     edges, fine = edges_for(trained, length), min(CURVE, length - trained)
     curve_edges = edges_for(trained, length, inside=min(fine, trained), beyond=fine)
-    plain = torch.stack([*table.span(0, trained).losses(UNPATCHED)])
     parts = [slice(start, stop) for start, stop in itertools.pairwise(edges[1:])]
     beyond = [table.span(part.start, part.stop) for part in parts]
     best = [torch.stack([*part.losses(TRUNCATED)]) for part in beyond]
-    truncated = torch.cat([plain, *best], dim=1)  # inside the window nothing is dropped
+    # Inside the window nothing is dropped.
+    truncated = torch.cat([torch.stack([*inside.losses(UNPATCHED)]), *best], dim=1)
     for reading in readings:
         name = reading.name
         losses = truncated if name == TRUNCATED else torch.stack([*table.losses(name)])
@@ -350,13 +351,11 @@ def _series(table: LossTable, readings: Sequence[Reading], trained: int, length:
             name=name,
             buckets=bucketed(losses, edges),
             curve=bucketed(losses, curve_edges),
-            in_window_ratio=math.exp((losses[:, :trained].double() - plain.double()).mean().item()),
             versus_truncation=tuple(
                 document_difference([*losses[:, part]], [*baseline], baselines=len(table.short))
                 for part, baseline in zip(parts, best, strict=True)
             ),
             dynamic=reading.dynamic,
-            seconds=0.0,
             windows=tuple(part.window for part in beyond) if name == TRUNCATED else (),
             selected=tuple(part.selected for part in beyond) if name == TRUNCATED else (),
         )
@@ -401,7 +400,7 @@ def prepare(
     point = turning_point(checkpoint.subject)
     prompts = make_prompts(checkpoint.tokenizer, wanted, depths, trials=trials, seed=seed, turning_point=point)
     documents = tuple(document.take(wanted[-1] + 1) for document in texts.documents)
-    readers = [Reader(reading, model, _lengths_of(reading, wanted)) for reading in readings]
+    readers = [Reader(reading, model, reading.meant_for(wanted)) for reading in readings]
     loss_jobs: dict[tuple[str, int], list[LossJob]] = {}
     passkey_jobs: dict[tuple[str, PasskeyPrompt], PromptJob] = {}
     for reader in readers:
@@ -429,11 +428,6 @@ def prepare(
         texts=loss_jobs,
         asked=passkey_jobs,
     )
-
-
-def _lengths_of(reading: Reading, lengths: Sequence[int]) -> tuple[int, ...]:
-    """Return the lengths that a reading is meant for."""
-    return tuple(length for length in lengths if reading.is_reference or length <= (reading.reach or 0))
 
 
 def _reaching(
@@ -468,13 +462,13 @@ def check_lengths(lengths: Sequence[int], trained_length: int, readings: Sequenc
             f"A comparison reads beyond the trained {trained_length:,} tokens (what happens inside is in every table); "
             f"found lengths of {lengths_found}. Give a --length above it, or a --factor above 1."
         )
-    edges_for(trained_length, wanted[1])
+    least = trained_length + 2 * BEYOND  # a bucket of one token has no standard error
+    if wanted[1] < least:
+        raise InvalidParameterError(
+            f"A length of {wanted[1]:,} tokens leaves too little beyond the trained {trained_length:,} to compare. "
+            f"Give a --length of {least:,} or more."
+        )
     return tuple(wanted)
-
-
-def _key(reader: Reader, *task: Any) -> str:
-    reading = reader.reading
-    return reader.readings.key([reading.name, reading.method, reading.fingerprint], task=list(task))
 
 
 def _loss_jobs(
@@ -497,7 +491,6 @@ def _loss_jobs(
                 windows,
                 name=f"{reader.reading.label}, {document.name}, {length:,} tokens",
                 turning_point=turning_point,
-                key=_key(reader, LOSS, length, text.sha256, 0),
             )
             jobs.setdefault((reader.reading.name, length), []).append(job)
     return jobs
@@ -510,9 +503,7 @@ def _passkey_jobs(reader: Reader, prompts: Sequence[PasskeyPrompt]) -> dict[tupl
     """
     window, trained = reader.window, reader.readings.trained_length
     return {
-        (reader.reading.name, prompt): PromptJob.of(
-            reader, prompt, key=_key(reader, PASSKEY, prompt.length, prompt.passkey.sha256, prompt.seed, JUDGED)
-        )
+        (reader.reading.name, prompt): PromptJob.of(reader, prompt)
         for prompt in prompts
         if prompt.length in reader.lengths and (window is None or window == trained < prompt.length)
     }

@@ -20,7 +20,14 @@ from ctxext.core.subject import Subject
 from ctxext.errors import InvalidParameterError
 from ctxext.evaluation.perplexity_result import LENGTH, POSITIONS, PerplexityReading, PerplexityResult, PerplexityScore
 from ctxext.measuring.checkpoint import Checkpoint
-from ctxext.measuring.forward import cached_tokens_for, fitted_length_of, follows_length, turning_point
+from ctxext.measuring.forward import (
+    cached_tokens_for,
+    fitted_length_of,
+    follows_length,
+    last_position,
+    require_positions,
+    turning_point,
+)
 from ctxext.measuring.journal import Journal
 from ctxext.measuring.labels import label_of
 from ctxext.measuring.loss import Window
@@ -71,13 +78,11 @@ class PerplexityPlan:
         """The greatest length."""
         return self.lengths[-1]
 
-    def passes(self, *, dynamic: bool) -> dict[int, list[int]]:
-        """Return the lengths that a pass at each length serves, because their positions are the same."""
-        if not dynamic:
-            return {self.length: list(self.lengths)}
+    def passes(self, fitted: Callable[[int], int]) -> dict[int, list[int]]:
+        """Return the lengths that a pass at each length serves: those fitted to the same length."""
         groups: dict[int, list[int]] = {}
         for length in self.lengths:
-            groups.setdefault(self.fitted_lengths[length], []).append(length)
+            groups.setdefault(fitted(length), []).append(length)
         return {max(group): group for group in groups.values()}
 
 
@@ -131,6 +136,8 @@ def make_plan(
         )
     if method is None and chosen[-1] > trained:
         architecture_of(subject)  # which refuses a model that has no positions there
+    if method is None:
+        require_positions(subject, chosen[-1])
     return PerplexityPlan(
         trained_length=trained,
         lengths=chosen,
@@ -289,9 +296,10 @@ def prepare(
 ) -> Perplexity:
     """Lay out the references' jobs, then the extended model's, before anything is measured.
 
-    The references are read by the checkpoint unpatched. A checkpoint that comes extended may have been trained since,
-    so that taking its extension off gives a model that nobody uses: then they are read by ``reference``, or, without
-    one, the truncations by the extended model itself and the short-context column is left out.
+    The references are read by the checkpoint unpatched, the control where it has positions for the length. A checkpoint
+    that comes extended may have been trained since, so that taking its extension off gives a model that nobody uses:
+    then they are read by ``reference``, or, without one, the truncations by the extended model itself and the
+    short-context column is left out.
 
     Args:
         inside: Losses that ``inside_survey`` found before, where the original no longer exists as a ``reference``.
@@ -316,7 +324,7 @@ def prepare(
     unpatched = originals.reader(window_name(plan.trained_length) if plain is None else UNPATCHED)
 
     windows = originals.truncations(unpatched)
-    readings = [*windows.values(), layout.whole(extended, dynamic=plan.dynamic)]
+    readings = [*windows.values(), layout.whole(extended, plan.fitted_lengths.__getitem__)]
     if windows:  # each score takes the best of them there
         whole = windows[window_name(plan.trained_length)].at
         readings.insert(-1, LossesAt(TRUNCATED, whole))
@@ -324,8 +332,9 @@ def prepare(
     measured_inside: Sequence[Sequence[LossJob]] = ()
     plain_inside: Sequence[Sequence[LossJob]] = ()
     if measured != UNPATCHED and plain is not None:
-        if plan.unpatched and windows:
-            control = originals.whole(unpatched, dynamic=follows_length(plain.subject))
+        last = last_position(plain.subject)
+        if plan.unpatched and windows and (last is None or plan.length <= last):
+            control = originals.whole(unpatched, fitted_length_of(plain.subject, plan.trained_length))
             readings.insert(0, control)
         plain_inside = originals.inside(unpatched, control)
     if measured != UNPATCHED and (inside is not None or plain is not None):
@@ -391,11 +400,11 @@ class _Layout:
         reading = Reading(name=name, label=label_of(name), **(vars(record) if record else {}))
         return Reader(reading, self.readings, self.plan.lengths, apply=apply or contextlib.nullcontext)
 
-    def whole(self, reader: Reader, *, dynamic: bool) -> LossesAt:
-        """Lay out one pass over each text, or where positions follow the length, one for every length."""
+    def whole(self, reader: Reader, fitted: Callable[[int], int]) -> LossesAt:
+        """Lay out one pass over each text, or where positions follow the length, one for every ``fitted`` length."""
         at: dict[int, Sequence[Sequence[LossJob]]] = {}
         counted: list[LossJob] = []
-        for longest, lengths in self.plan.passes(dynamic=dynamic).items():
+        for longest, lengths in self.plan.passes(fitted).items():
             jobs = [self._job(reader, text, [_beginning(text, longest)]) for text in self.corpus.documents]
             at |= {length: [(job,) for job in jobs] for length in lengths}
             counted += jobs

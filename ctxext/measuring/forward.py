@@ -13,11 +13,14 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedModel
 
+from ctxext.core.architecture import find_architecture
 from ctxext.core.patching import describe, patched_state
 from ctxext.core.scaling import heads_of, of_layers, rope_follows_length
 from ctxext.core.subject import Subject, cache_argument
 from ctxext.errors import IncompatibleError, InvalidParameterError
 from ctxext.measuring.head import Replay, require_pieces, shell_of
+from ctxext.models.sinusoid import remaker_of, rotates_by_table
+from ctxext.models.table import TableArchitecture
 
 
 def logits_in_chunks(
@@ -58,10 +61,7 @@ def logits_in_chunks(
         )
     subject, shell, replay = opened(model)
     chunk = chunk or head_chunk(subject)
-    if patched_state(subject.model) is None and follows_length(subject):
-        for module in subject.model.modules():  # transformers keeps the frequencies of the longest text so far
-            for name in [name for name in vars(module) if name.endswith("max_seq_len_cached")]:
-                setattr(module, name, 0)
+    forget_longest(subject)
     if cached is not None and cached < positions:
         replay.real = CachedPieces(subject, replay.real, positions=positions, piece=cached)
     for first in range(start, positions, chunk):
@@ -193,7 +193,8 @@ class CachedPieces(nn.Module):
         dynamic, argument = follows_length(subject), cache_argument(base)
         if argument is None:
             raise IncompatibleError(
-                f"{type(base).__name__} takes no cache, so a text cannot be read in cached pieces. Allow more --memory."
+                f"{type(base).__name__} takes no cache, so a text cannot be read in cached pieces. Where --memory "
+                f"asked for these, allow more."
             )
         self.argument = argument
         # Positions of a dynamic method follow the length of the whole text, which a piece does not show.
@@ -201,8 +202,8 @@ class CachedPieces(nn.Module):
         if dynamic and patched_state(subject.model) is None:
             raise IncompatibleError(
                 f"The positions of this {type(subject.model).__name__} follow the length of its input "
-                f"(rope_parameters={subject.text.rope_parameters}), so a text cannot be read in cached pieces. Allow "
-                f"more --memory, or extend it with ctxext."
+                f"(rope_parameters={subject.text.rope_parameters}), so a text cannot be read in cached pieces. Extend "
+                f"it with ctxext, or, where --memory asked for pieces, allow more."
             )
 
     def __getattr__(self, name: str) -> Any:
@@ -219,6 +220,32 @@ class CachedPieces(nn.Module):
         output.last_hidden_state = torch.cat(states, dim=1)
         setattr(output, self.argument, None)
         return output
+
+
+def forget_longest(subject: Subject) -> None:
+    """Let the next text have its own frequencies: transformers keeps those of the longest text so far."""
+    if patched_state(subject.model) is None and follows_length(subject):
+        for module in subject.model.modules():
+            for name in [name for name in vars(module) if name.endswith("max_seq_len_cached")]:
+                setattr(module, name, 0)
+
+
+def last_position(subject: Subject) -> int | None:
+    """Return the tokens that a model has positions for, where tables hold them; None where it reads any number."""
+    model, family = subject.model, find_architecture(subject)
+    ends = isinstance(family, TableArchitecture) or rotates_by_table(model) or subject.kind == "mpt"
+    grows = any(map(remaker_of, model.modules()))
+    return describe(model).target_length if ends and not grows else None
+
+
+def require_positions(subject: Subject, length: int) -> None:
+    """Raise ``InvalidParameterError`` if a model has no positions for so many tokens."""
+    last = last_position(subject)
+    if last is not None and length > last:
+        raise InvalidParameterError(
+            f"This {subject.kind} has positions for {last:,} tokens and cannot read {length:,}. Extend it (--method "
+            f"and --factor), or ask for at most {last:,}."
+        )
 
 
 def follows_length(subject: Subject) -> bool:
@@ -285,10 +312,15 @@ def cached_tokens_for(subject: Subject, tokens: int, budget: int | None) -> int 
     keys would exist, or where many heads share keys. ``budget`` is in bytes, None for no limit.
 
     Raises:
-        InvalidParameterError: not even pieces of 256 tokens fit.
+        InvalidParameterError: not even pieces of 256 tokens fit, or the model has no attention.
     """
     if budget is None:
         return None
+    if of_layers(subject.text, "num_attention_heads") == [None]:
+        raise InvalidParameterError(
+            f"The passes of a {subject.kind} cannot be estimated: its config names no attention heads. Leave --memory "
+            f"out; texts are then read in one pass."
+        )
     whole = pass_bytes(subject, tokens) + HEAD_BYTES
     if whole <= budget:
         return None
@@ -366,6 +398,8 @@ def check_reach(subject: Subject, length: int, *, beyond: bool) -> None:
     A dynamic extension follows the length of the text, so that no length is beyond it.
     """
     meant = describe(subject.model)
+    if beyond:
+        require_positions(subject, length)
     if beyond or follows_length(subject) or meant.target_length is None or length <= meant.target_length:
         return
     state = "is trained for" if meant.method is None else f"was extended to, by {meant.method['method']}"

@@ -7,9 +7,12 @@ from dataclasses import replace
 
 from ctxext.errors import InvalidParameterError
 from ctxext.measuring.checkpoint import Checkpoint
+from ctxext.measuring.forward import last_position, require_positions
 from ctxext.measuring.labels import label_of
 from ctxext.measuring.readings import Reader, Reading, Readings, check_reference, chosen_methods
 from ctxext.measuring.truncation import AS_SAVED, TRUNCATED, UNPATCHED, window_name
+from ctxext.methods import is_choice
+from ctxext.quantities import method_said
 
 
 def find_readers(
@@ -28,7 +31,8 @@ def find_readers(
 
     A reader is asked at the lengths that it is meant for. The truncated reader is asked at all lengths: it sees the
     last tokens of the text, as many as the trained window holds, and not fewer, since the hidden thing may be anywhere.
-    The unpatched reader is asked beyond its window too, as the control, where something is extended.
+    The unpatched reader is asked beyond its window too, as the control, where something is extended, unless its
+    positions end there.
 
     Args:
         methods: names, with parameters behind them where needed; none measures the checkpoint as it is.
@@ -36,12 +40,12 @@ def find_readers(
         lengths: tokens; none for the trained length and the reach of every method.
         reference: the original of a checkpoint that comes extended, which reads for the references.
         unpatched: True lets the control read beyond its window.
-        beyond: True allows lengths for which a reader is not meant, to see how it fails.
+        beyond: True allows lengths for which a reader is not meant, to see how it fails, where it has positions there.
         trained_length: tokens that the checkpoint was trained for; None where its config says so.
 
     Raises:
-        InvalidParameterError: a length that no reader is meant for, factors without methods, or a reference that makes
-            no sense.
+        InvalidParameterError: a length that no reader is meant for, a method that reaches none, factors without
+            methods, or a reference that makes no sense.
         IncompatibleError: a method that cannot be right on this model.
         UnknownNameError: an unknown method.
     """
@@ -58,15 +62,24 @@ def find_readers(
         candidates = [plain, *candidates]
         if reference is None:  # the model as saved, cut off: inside the window its answers are the whole one's
             references = [replace(plain, name=TRUNCATED, label=last, reach=None)]
+    is_endless = last_position(checkpoint.subject) is None
+    beyond = beyond and is_endless
     wanted = _lengths(lengths, candidates, trained, beyond)
+    if not candidates:
+        require_positions(checkpoint.subject, wanted[-1])
     if wanted[-1] <= trained:  # inside the window, the truncated reading is the unpatched one
         references = [reading for reading in references if reading.name != TRUNCATED]
-    control = bool(candidates) and unpatched
+    control = bool(candidates) and unpatched and is_endless
     readers = []
     for reading in (*references, *candidates):
         asked = tuple(length for length in wanted if _is_asked(reading, length, trained, control, beyond))
         if asked:
             readers.append(Reader(reading, of_checkpoint if reading in candidates else original, asked))
+        elif reading.is_candidate and reading.name != AS_SAVED:
+            raise InvalidParameterError(
+                f"{reading.label} reaches {reading.reach:,} tokens, fewer than every length asked for. Leave it out, "
+                f"or ask for a smaller --length."
+            )
     return tuple(readers)
 
 
@@ -91,7 +104,8 @@ def factors_for(methods: Sequence[str], factors: Sequence[float], lengths: Seque
         raise InvalidParameterError(f"A factor of {factors[0]:g} is for a method; name one with --method.")
     if factors or not lengths:
         return list(factors) or [2.0]
-    if methods and max(lengths) <= trained:
+    unsaid = [said for said in methods if not is_choice(said) and "factor" not in method_said(said)[1]]
+    if unsaid and max(lengths) <= trained:
         raise InvalidParameterError(
             f"The greatest length, {max(lengths):,} tokens, is inside the trained {trained:,}, so that it does not say "
             f"by how much to extend. Give a --factor."
@@ -107,7 +121,7 @@ def _lengths(lengths: Sequence[int], candidates: Sequence[Reading], trained: int
         furthest = "what is extended here reaches" if candidates else "this model is trained for"
         raise InvalidParameterError(
             f"{wanted[-1]:,} tokens are more than the {reach:,} that {furthest}. Ask for fewer, extend further "
-            f"(--method and --factor), or allow it, to see how it fails (--beyond)."
+            f"(--method and --factor), or allow it, to see how it fails, if it has positions there (--beyond)."
         )
     return tuple(wanted)
 

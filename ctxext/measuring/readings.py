@@ -19,7 +19,7 @@ from ctxext.core.saved import already_extended, choices
 from ctxext.core.subject import Subject
 from ctxext.errors import CtxextError, IncompatibleError, InvalidParameterError, UnknownNameError
 from ctxext.measuring.checkpoint import Checkpoint
-from ctxext.measuring.forward import follows_length
+from ctxext.measuring.forward import follows_length, last_position
 from ctxext.measuring.labels import label_of
 from ctxext.measuring.provenance import versions
 from ctxext.measuring.truncation import (
@@ -58,6 +58,7 @@ class Reading:
             the best of such; or a method with its factor, such as ``yarn x2``.
         method: ``Method.to_dict()``; None for the references.
         reach: Tokens that it is meant for; None for the references of a checkpoint that is not extended.
+        most: Tokens that it can read; None where nothing ends there.
         dynamic: True where positions follow the length of the text, so that every length needs a separate pass.
         any_factor: True where the factor changes only the reach, so that one factor represents all.
         fingerprint: 12 hexadecimal digits of a hash of the frequencies.
@@ -69,6 +70,7 @@ class Reading:
     method: dict[str, Any] | None = None
     factor: float = 1.0
     reach: int | None = None
+    most: int | None = None
     dynamic: bool = False
     any_factor: bool = False
     fingerprint: str = ""
@@ -89,6 +91,11 @@ class Reading:
     def is_candidate(self) -> bool:
         """True for an extension, which may win: every method, and a checkpoint that was saved extended."""
         return self.reach is not None
+
+    def meant_for(self, lengths: Sequence[int]) -> tuple[int, ...]:
+        """Return the lengths up to its reach, and of a reference those that it can read."""
+        most = self.most if self.is_reference else self.reach
+        return tuple(length for length in lengths if most is None or length <= most)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -247,6 +254,7 @@ class Readings:
             label=f"as saved{how}" if self.extended else label_of(UNPATCHED),
             method=description.method,
             reach=description.target_length if self.extended else None,
+            most=last_position(self.checkpoint.subject),
             fingerprint=description.fingerprint,
             dynamic=follows_length(self.checkpoint.subject),
             notes=(f"the checkpoint is extended already: {self.extended}",) if self.extended else (),
@@ -317,9 +325,10 @@ def chosen_methods(
             continue
         built = list(dict.fromkeys(named_method(item, factor) for factor in sorted(set(factors))))
         methods += built[-1:] if ignores_factor(built[-1]) else built
-    if len(set(methods)) != len(methods):
-        twice = next(method for method in methods if methods.count(method) > 1)
-        raise InvalidParameterError(f"Give each method once; found {name_for(twice)!r} twice.")
+    names = list(map(name_for, methods))
+    for name in names:
+        if names.count(name) > 1:
+            raise InvalidParameterError(f"Give each method once; found {name!r} twice.")
     return tuple(methods)
 
 

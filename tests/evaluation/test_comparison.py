@@ -7,12 +7,14 @@ import itertools
 import json
 import math
 import os
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import matplotlib.figure
 import pytest
 import torch
 from torch import Tensor
@@ -88,6 +90,70 @@ def test_a_checkpoint_that_follows_the_length_is_read_at_each(method: str, rope:
         for row in found.rows:
             expected = before.row(row.reading.name if row.reading.is_reference else "pi x4")
             assert row.inside.loss == pytest.approx(expected.inside.loss, abs=1e-5)
+        (best,) = [item for item in found.panels[0].series if item.name == "truncated"]
+        assert best.buckets[0].loss == pytest.approx(found.row("truncated").inside.loss, abs=1e-6)
+
+
+@pytest.mark.parametrize("trained", [None, 390])
+def test_a_table_of_positions_is_read_no_further_than_it_has_rows(trained: int | None) -> None:
+    model = tiny("gpt2", vocab_size=len(BYTES_AFTER_BOS), n_positions=400)
+    found = measured(plan(model, methods=["pi"], depths=(0.0,), trained_length=trained))
+    length = trained or 400
+    assert found.lengths == (length, 2 * length)
+    lengths = {row.reading.name: [score.length for score in row.scores] for row in found.rows}
+    assert (lengths["unpatched"], lengths["truncated"], lengths["pi x2"]) == (
+        [length],
+        [*found.lengths],
+        [*found.lengths],
+    )
+    assert "unpatched" not in [item.name for item in found.panels[0].series]
+    page = comparison_page(found)
+    for figure in page.figures:
+        figure.draw(matplotlib.figure.Figure(layout="constrained"))
+    text = page.markdown()
+    assert "Unpatched, the perplexity goes" not in text
+    assert re.search(r"Of 1 passkey that truncation cuts off, .* finds? \w+\.", text), "of those who were asked"
+
+
+def test_the_page_of_an_extended_checkpoint_compares_with_it_as_saved() -> None:
+    model = tiny("llama", max_position_embeddings=64, vocab_size=len(BYTES_AFTER_BOS))
+    plain, saved = (
+        measured(plan(model, methods=["ntk"])),
+        measured(plan(ctxext.patch(model, "pi", factor=2), methods=["ntk"])),
+    )
+    for found, read in ((plain, "unpatched"), (saved, "as saved")):
+        text = comparison_page(found).markdown()
+        assert f"| inside 64 | vs {read} |" in text
+        assert f"The model, {read}, sees only the last" in text
+        best = replace(found, verdicts=(replace(found.verdicts[0], best="ntk x2"),))
+        (cost,) = [line for line in sentences(best) if "inside the trained window" in line]
+        assert ("against the model as saved" in cost) == (read == "as saved")
+        assert "as saved (pi" not in cost, "it changes nothing of itself"
+
+
+def test_losses_that_no_perplexity_can_hold_make_a_report() -> None:
+    model = tiny("llama", max_position_embeddings=64, vocab_size=len(BYTES_AFTER_BOS))
+    with torch.no_grad():
+        model.lm_head.weight.mul_(3000)
+    found = measured(plan(model, methods=["pi"]))
+    page = comparison_page(found)
+    for figure in page.figures:
+        figure.draw(matplotlib.figure.Figure(layout="constrained"))
+    assert "| inf |" in page.markdown()
+    assert not re.search(r"\bnan\b", page.markdown())
+    json.dumps(found.to_dict(), allow_nan=False)
+
+
+@pytest.mark.parametrize("documents", [1, 2])
+def test_too_little_beyond_the_window_is_refused_before_anything_is_read(documents: int) -> None:
+    model = tiny("llama", max_position_embeddings=64, vocab_size=len(BYTES_AFTER_BOS))
+    given = {"methods": ["pi"], "documents": DOCUMENTS[:documents]}
+    for length in (65, 68, 71):
+        with pytest.raises(InvalidParameterError, match=r"too little beyond the trained 64 .* of 72 or more"):
+            plan(model, lengths=[length], **given)
+    assert comparison_page(measured(plan(model, lengths=[72], **given))).markdown()
+    few = measured(plan(model, lengths=[30], trained_length=6, factors=(6.0,), **given))  # a quarter is one token
+    assert few.verdicts[0].versus_truncation.tokens == 2 * documents
 
 
 @pytest.mark.nightly
@@ -424,7 +490,7 @@ def test_passkeys_that_were_judged_otherwise_are_asked_again(
         return {job.name: job.key for job in jobs if isinstance(job, kind)}
 
     losses, passkeys = keys(LossJob), keys(PromptJob)
-    monkeypatch.setattr("ctxext.evaluation.comparison.JUDGED", "in one pass")
+    monkeypatch.setattr("ctxext.evaluation.passkey.JUDGED", "in one pass")
     assert keys(LossJob) == losses
     assert keys(PromptJob).keys() == passkeys.keys()
     assert not set(keys(PromptJob).values()) & set(passkeys.values())

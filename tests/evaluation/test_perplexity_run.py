@@ -35,7 +35,7 @@ from ctxext.measuring.loss import (
 from ctxext.progress import terminal
 from ctxext.texts.corpus import Corpus, corpus_of
 from ctxext.texts.documents import Document, read_documents
-from tests._models import byte_model, trained_for
+from tests._models import byte_model, tiny, trained_for
 from tests._products import some
 from tests._programs import launched
 from tests._tokenizer import make_tokenizer
@@ -45,6 +45,7 @@ TRAINED = 64
 WINDOWS = (16, 32, 48, 64)
 TRUNCATIONS = [*(f"truncated {window}" for window in WINDOWS), "truncated"]
 Make = Callable[..., tuple[Checkpoint, Corpus]]
+LONG = {"short_factor": [1.0] * 16, "long_factor": [4.0] * 16, "original_max_position_embeddings": 64}
 
 
 @pytest.fixture
@@ -345,6 +346,40 @@ def test_chosen_chunks_are_a_baseline_too(make: Make) -> None:
     assert re.search(rf"beat feeding only {words}.* tokens, the best of truncations and selection\?", result.sentence())
 
 
+def test_a_table_of_positions_is_read_no_further_than_it_has_rows(make: Make) -> None:
+    model = tiny("gpt2", vocab_size=257)
+    checkpoint, corpus = replace(make(129)[0], model=model), make(129)[1]
+    found = run(checkpoint, corpus, make_plan(model, method="pi", arguments={"factor": 2.0}))
+    assert [reading.name for reading in found.readings] == [*TRUNCATIONS, "pi"]
+    assert found.extension is not None
+    assert found.extension.in_window is not None
+    for given in ({"lengths": [65]}, {"arguments": {"trained_length": 65}}):
+        with pytest.raises(InvalidParameterError, match="gpt2 has positions for 64 tokens and cannot read 65"):
+            make_plan(model, **given)
+
+
+@pytest.mark.parametrize("method", ["yarn", "dynamic_yarn"])
+@pytest.mark.parametrize(
+    "rope", [{"rope_type": "dynamic"}, {"rope_type": "longrope", **LONG}], ids=["dynamic", "longrope"]
+)
+def test_a_control_that_follows_the_length_is_read_at_each(make: Make, method: str, rope: dict[str, Any]) -> None:
+    """However the extended model is read."""
+    (checkpoint, corpus), lengths = make(257), (64, 128, 256)
+    checkpoint = replace(
+        checkpoint, model=tiny("llama", vocab_size=257, rope_parameters={"rope_theta": 1e4, "factor": 4.0, **rope})
+    )
+
+    def read(length: int, shown: int) -> float:
+        texts = [loss_by_position(checkpoint.model, one.input_ids[:, : shown + 1]) for one in corpus.documents]
+        return mean([text[:, :length] for text in texts])
+
+    losses = {length: read(length, length) for length in lengths}
+    assert losses[64] != pytest.approx(read(64, 256), abs=1e-4)
+    given = {"factor": 4.0, "scaling": "replace", "trained_length": 64}
+    control = run(checkpoint, corpus, make_plan(checkpoint.model, lengths=lengths, method=method, arguments=given))
+    assert {score.stop: score.loss for score in control.readings[0].at(LENGTH)} == pytest.approx(losses, abs=1e-6)
+
+
 def test_bad_plans(make: Make) -> None:
     model = make(20)[0].model
     for options, error, message in (
@@ -526,6 +561,18 @@ def test_the_figure_has_numbers_on_its_axis(make: Make, least: float, most: floa
     heights = [label.get_text() for label in drawn.axes[0].get_yticklabels()]
     inside = [number for height in heights if least * 0.9 < (number := float(height.replace(",", ""))) < most * 1.1]
     assert len(set(inside)) >= 3
+
+
+@pytest.mark.parametrize("scale", [3000.0, 60.0])
+def test_losses_that_no_perplexity_can_hold_make_a_report(make: Make, scale: float) -> None:
+    checkpoint, corpus = make(129)
+    with torch.no_grad():
+        checkpoint.model.lm_head.weight.mul_(scale)  # type: ignore[union-attr,operator]
+    found = run(checkpoint, corpus, make_plan(checkpoint.model, method="pi", arguments={"factor": 2.0}))
+    page = perplexity_page(found)
+    assert ("| inf |" in page.markdown()) == (scale == 3000)
+    page.figures[0].draw(matplotlib.figure.Figure(layout="constrained"))
+    json.dumps(found.to_dict(), allow_nan=False)
 
 
 class Closing(io.TextIOWrapper):

@@ -31,6 +31,7 @@ from ctxext.measuring.provenance import from_json, provenance_of
 from ctxext.measuring.readers import find_readers
 from ctxext.measuring.statistics import wilson_interval
 from ctxext.texts.documents import read_documents
+from tests._models import tiny
 from tests._programs import command
 from tests._tokenizer import BYTES_AFTER_BOS
 
@@ -101,6 +102,13 @@ def test_a_checkpoint_that_was_saved_extended_is_read_as_saved(checkpoint: str, 
         ),
         ({"lengths": [400], "methods": ["pi"]}, InvalidParameterError, r"inside the trained 512.*Give a --factor"),
         ({"factors": [2.0]}, InvalidParameterError, r"factor of 2 is for a method"),
+        (
+            {"lengths": [2048], "methods": ["pi"], "factors": [2.0, 4.0]},
+            InvalidParameterError,
+            r"PI .2 reaches 1,024 tokens, fewer than every length",
+        ),
+        ({"lengths": [400], "methods": ["pi factor=4", "yarn"]}, InvalidParameterError, r"inside the trained 512"),
+        ({"methods": ["pi"], "factors": [2.0, 2.0000001]}, InvalidParameterError, r"each method once; found 'pi x2'"),
         ({"methods": ["alibi", "table inv_freq=[1.0]"]}, IncompatibleError, r"given frequencies"),
     ],
 )
@@ -128,9 +136,20 @@ def test_lengths_follow_from_methods_and_factors_from_lengths(model: LlamaForCau
     assert readers(methods=["yarn"]) == both
     assert readers(methods=["yarn"], unpatched=False) == both | {"unpatched": (512,)}
     assert readers(methods=["yarn"], lengths=[400, 768])["yarn x1.5"] == (400, 768)
+    assert readers(methods=["pi factor=4"], lengths=[400]) == {"unpatched": (400,), "pi x4": (400,)}
     several = readers(methods=["pi", "dynamic_ntk"], factors=[2.0, 4.0])
     assert several["pi x2"] == (512, 1024)
     assert several["pi x4"] == several["dynamic_ntk x2"] == several["truncated"] == (512, 1024, 2048)
+
+
+@pytest.mark.parametrize("family", ["gpt2", "opt", "mpt"])
+def test_a_model_whose_positions_end_is_asked_no_further(family: str) -> None:
+    loaded, method = Checkpoint("tiny", tiny(family), BYTES_AFTER_BOS), "alibi" if family == "mpt" else "pi"
+    readers = [one.lengths for one in find_readers(loaded, methods=[method], lengths=[64, 128])]
+    assert readers == [(64,), (64, 128), (64, 128)], "the control stays in its window"
+    for given in ({}, {"methods": [method], "factors": [1.5]}, {"trained_length": 128}):
+        with pytest.raises(InvalidParameterError, match=r"are more than|cannot read 128"):
+            find_readers(loaded, lengths=[128], beyond=True, **given)
 
 
 def test_the_file_of_trials_belongs_to_one_measurement(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from ctxext.evaluation.comparison import ComparisonResult, FactorSeries, Row, Score, Series
+from ctxext.evaluation.comparison import ComparisonResult, FactorSeries, Row, Score
 from ctxext.evaluation.report.figures import (
     COLOURS,
     DASHED,
@@ -36,7 +36,7 @@ from ctxext.evaluation.report.retrieval import KEYS, passkey_panel
 from ctxext.measuring.labels import all_of, capitalised, perplexity_label, tokens_label
 from ctxext.measuring.loss_table import NO, YES, Verdict
 from ctxext.measuring.readings import TIMES, Reading
-from ctxext.measuring.statistics import PairedDifference
+from ctxext.measuring.statistics import PairedDifference, perplexity
 from ctxext.measuring.truncation import SELECTED, TRUNCATED, UNPATCHED, is_short, windows_of
 
 # Beyond this ratio to the perplexity inside the window, a perplexity counts as broken.
@@ -68,11 +68,11 @@ def _explanations(result: ComparisonResult) -> list[str]:
     texts = "these" if several else "this one"
     others = "" if result.unit == "documents" else ", not how other texts would differ"
     return [
-        f"Best truncation: what anybody can do without an extension. The unpatched model sees only the last {windows} "
-        f"tokens, whichever predicts the compared tokens best. To choose on those very tokens is more than anybody "
-        f"could do beforehand, so an extension that beats it beats each of them. An extension that does not beat it "
-        f"adds nothing to plain prediction, however flat its curve; it may still find what truncation has thrown away, "
-        f"which is what the passkeys test.",
+        f"Best truncation: what anybody can do without an extension. The model, {_plain(result)}, sees only the last "
+        f"{windows} tokens, whichever predicts the compared tokens best. To choose on those very tokens is more than "
+        f"anybody could do beforehand, so an extension that beats it beats each of them. An extension that does not "
+        f"beat it adds nothing to plain prediction, however flat its curve; it may still find what truncation has "
+        f"thrown away, which is what the passkeys test.",
         f"Differences: taken on the same tokens, so that the difficulty of the text falls out. The standard error is "
         f"over {result.unit}: it says how sure the difference is for texts such as {texts}{others}. The best of many "
         f"is partly the luckiest, so a verdict asks for more than two standard errors: "
@@ -152,23 +152,31 @@ def sentences(result: ComparisonResult) -> list[str]:
     if any(row.passkeys for row in result.rows):
         lines += _passkey_sentences(result, best)
     if not result.row(UNPATCHED).reading.is_candidate:
-        lines.append(unpatched_sentence(result.panels[-1].series[0], result.trained_length))
+        lines += unpatched_sentence(result)
     lines += [f"Not measured: {refusal.label}. {refusal.reason}" for refusal in result.refusals]
     return lines
 
 
-def unpatched_sentence(series: Series, trained_length: int) -> str:
-    """Say whether the unpatched model breaks beyond its window."""
-    inside, *_, last = series.buckets
-    ratio = last.perplexity / inside.perplexity
+def unpatched_sentence(result: ComparisonResult) -> list[str]:
+    """Say whether the unpatched model breaks beyond its window, where it was read there."""
+    series = [item for item in result.panels[-1].series if item.name == UNPATCHED]
+    if not series:
+        return []
+    inside, last = result.row(UNPATCHED).inside, series[0].buckets[-1]
+    ratio = perplexity(last.loss - inside.loss)
     start, stop = tokens_label(last.start), tokens_label(last.stop)
     numbers = (
-        f"from {inside.perplexity:.3g} inside its trained {tokens_label(trained_length)} tokens to "
+        f"from {inside.perplexity:.3g} inside its trained {tokens_label(result.trained_length)} tokens to "
         f"{last.perplexity:.3g} at {start}-{stop}"
     )
     if ratio < BROKEN:
-        return f"Unpatched, the perplexity goes {numbers}: this model does not break at that length."
-    return f"Unpatched, the perplexity goes {numbers}, {ratio:.3g} times as much: it breaks beyond its window."
+        return [f"Unpatched, the perplexity goes {numbers}: this model does not break at that length."]
+    return [f"Unpatched, the perplexity goes {numbers}, {ratio:.3g} times as much: it breaks beyond its window."]
+
+
+def _plain(result: ComparisonResult) -> str:
+    """Say how the references are read."""
+    return "as saved" if result.row(UNPATCHED).reading.is_candidate else UNPATCHED
 
 
 def hidden_keys(row: Row) -> tuple[int, int]:
@@ -198,15 +206,12 @@ def _unneeded_sentence(result: ComparisonResult, verdict: Verdict) -> list[str]:
 def _short_context_sentence(result: ComparisonResult, best: Row) -> str:
     if best.reading.is_reference:
         return f"Inside the trained window, its perplexity is {best.inside.perplexity:.4g}."
-    gap = best.short_context
-    free = [row.reading for row in result.candidates if row.short_context.mean == 0 and row is not best]
+    gap, plain = best.short_context, result.row(UNPATCHED)
+    free = [row.reading for row in result.candidates if row.short_context.mean == 0 and row not in (best, plain)]
     labels = ["the dynamic methods"] if len(free) > 3 and all(r.dynamic for r in free) else [r.label for r in free]
-    cost = (
-        "changes nothing inside the trained window"
-        if gap.mean == 0
-        else f"{'costs' if gap.mean > 0 else 'gains'} {abs(gap.mean):.3f} ± {gap.standard_error:.3f} nats per token "
-        f"inside the trained window"
-    )
+    size = f"{'costs' if gap.mean > 0 else 'gains'} {abs(gap.mean):.3f} ± {gap.standard_error:.3f} nats per token"
+    cost = f"{size if gap.mean else 'changes nothing'} inside the trained window"
+    cost += ", against the model as saved" if plain.reading.is_candidate else ""
     tail = f"; {all_of(labels)} change{'s' if len(free) == 1 else ''} nothing there" if free and gap.mean else ""
     return capitalised(f"{best.reading.label} {cost}{tail}.")
 
@@ -221,7 +226,7 @@ def _passkey_sentences(result: ComparisonResult, best: Row) -> list[str]:
     most = max((keys[row.reading.name][0] for row in competing), default=0)
     winners = [row.reading.label for row in competing if keys[row.reading.name][0] == most]
     plain = result.row(UNPATCHED).reading
-    others = [plain] if plain not in [row.reading for row in competing] else []
+    others = [plain] if keys.get(plain.name, (0, 0))[1] and plain not in [row.reading for row in competing] else []
     others += [best.reading] if best.reading.label not in winners else []
     named = all_of(winners) if len(winners) <= 4 else f"{len(winners)} of {len(competing)} extensions"
     subject = named if most else "no extension"
@@ -236,8 +241,8 @@ def _main_table(result: ComparisonResult) -> TextTable:
     """Return perplexity in the window and at each length, differences to truncation and keys, one row per reading."""
     beyond = [verdict.length for verdict in result.verdicts]
     window = tokens_label(result.trained_length)
-    ends = [score.end for score in result.row(UNPATCHED).scores if score.length in beyond]
-    header = [f"inside {window}", "vs unpatched"]
+    ends = [score.end for score in result.row(TRUNCATED).scores if score.length in beyond]
+    header = [f"inside {window}", f"vs {_plain(result)}"]
     for end in ends:
         header += [f"{tokens_label(end.start)}-{tokens_label(end.stop)}", "vs best truncation"]
     with_keys = any(hidden_keys(row)[1] for row in result.rows)
@@ -481,7 +486,7 @@ def _against_truncation(result: ComparisonResult, panel: FactorSeries) -> Figure
 
 
 def _at_length(result: ComparisonResult) -> Figure:
-    end, panels = result.row(UNPATCHED).scores[-1].end, []
+    end, panels = result.row(TRUNCATED).scores[-1].end, []
     for panel in result.panels:
         rows = [result.row(item.name) for item in panel.drawn]
         names = _names([row.reading for row in rows])

@@ -1,0 +1,45 @@
+"""Where a model's positions end, and what is told of it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from ctxext.core.subject import Subject
+from ctxext.errors import InvalidParameterError
+from ctxext.measuring.forward import cached_tokens_for, check_reach, last_position
+from tests._models import TRAINED_LENGTH, tiny
+
+ENDING = ("gpt2", "opt", "openai-gpt", "xlm", "ctrl", "codegen", "gptj", "mpt")
+
+
+def reads(model: nn.Module, length: int) -> bool:
+    """Whether a model takes so many tokens."""
+    try:
+        with torch.no_grad():
+            model(input_ids=torch.full((1, length), 7))
+    except (IndexError, RuntimeError):
+        return False
+    return True
+
+
+@pytest.mark.parametrize("family", [*ENDING, "llama", "falcon", "bloom", "xglm", "mamba"])
+def test_the_last_position_is_the_last_that_a_model_reads(family: str) -> None:
+    model = tiny(family)
+    subject, is_ending = Subject.of(model), family in ENDING
+    assert last_position(subject) == (TRAINED_LENGTH if is_ending else None)
+    assert (reads(model, TRAINED_LENGTH), reads(model, TRAINED_LENGTH + 1)) == (True, not is_ending)
+    if is_ending:
+        with pytest.raises(
+            InvalidParameterError, match=r"positions for 64 tokens and cannot read 65\. .* at most 64\."
+        ):
+            check_reach(subject, TRAINED_LENGTH + 1, beyond=True)
+    else:
+        check_reach(subject, TRAINED_LENGTH + 1, beyond=True)
+
+
+@pytest.mark.parametrize("family", ["mamba", "mamba2", "rwkv"])
+def test_a_budget_in_bytes_is_refused_without_attention(family: str) -> None:
+    with pytest.raises(InvalidParameterError, match=rf"passes of a {family} cannot be estimated.* Leave --memory out"):
+        cached_tokens_for(Subject.of(tiny(family)), 64, 10**9)
