@@ -19,7 +19,7 @@ from ctxext.measuring.journal import Journal
 from ctxext.measuring.loss import Window
 from ctxext.measuring.loss_table import LossTable, Verdict
 from ctxext.measuring.provenance import provenance_of
-from ctxext.measuring.readings import Reader, Reading, Readings, Refusal, chosen_methods, require_reached
+from ctxext.measuring.readings import Reader, Reading, Readings, Refusal, chosen_methods
 from ctxext.measuring.selection import selection_windows
 from ctxext.measuring.statistics import (
     BEYOND,
@@ -455,18 +455,17 @@ def check_lengths(lengths: Sequence[int], trained_length: int, readings: Sequenc
     """
     reaches = sorted({reading.reach for reading in readings if reading.reach is not None})
     wanted = sorted({*(lengths or reaches), trained_length})
-    require_reached(wanted[-1], reaches, trained_length)
-    if wanted[0] < trained_length or len(wanted) < 2:
+    if wanted[-1] > max(reaches, default=wanted[-1]):
+        raise InvalidParameterError(
+            f"A length of {wanted[-1]:,} tokens is beyond what any method here is patched for: the furthest reaches "
+            f"{reaches[-1]:,}, trained to {trained_length:,}. Raise --factor, or ask for a smaller --length."
+        )
+    least = trained_length + 2 * BEYOND  # a bucket of one token has no standard error
+    if wanted[0] < trained_length or wanted[:2][-1] < least:
         lengths_found = ", ".join(f"{length:,}" for length in wanted)
         raise InvalidParameterError(
             f"A comparison reads beyond the trained {trained_length:,} tokens (what happens inside is in every table); "
-            f"found lengths of {lengths_found}. Give a --length above it, or a --factor above 1."
-        )
-    least = trained_length + 2 * BEYOND  # a bucket of one token has no standard error
-    if wanted[1] < least:
-        raise InvalidParameterError(
-            f"A length of {wanted[1]:,} tokens leaves too little beyond the trained {trained_length:,} to compare. "
-            f"Give a --length of {least:,} or more."
+            f"found lengths of {lengths_found}. Give a --length of {least:,} or more, or a greater --factor."
         )
     return tuple(wanted)
 

@@ -228,14 +228,12 @@ def prepare(
     *,
     lengths: Sequence[int],
     depths: Iterable[float] = DEPTHS,
-    beyond: bool = False,
     name: str = UNPATCHED,
     **given: Any,
 ) -> Survey[PromptJob]:
     """Lay out every length at every depth for a model as it is; ``trials_of(PasskeyResult, survey)`` has the result.
 
     Args:
-        beyond: True to allow lengths for which the model is not meant, to see how it fails.
         given: More arguments of ``make_prompts``.
 
     Raises:
@@ -246,7 +244,7 @@ def prepare(
     prompts = make_prompts(checkpoint.tokenizer, lengths, depths, turning_point=point, **given)
     if not prompts:
         raise InvalidParameterError("There is no cell to measure; give at least one length, one depth and one trial.")
-    check_reach(checkpoint.subject, max(lengths), beyond=beyond)
+    check_reach(checkpoint.subject, max(lengths))
     readings = Readings(checkpoint, windows=())
     reader = Reader(Reading(name=name, label=name), readings, tuple(lengths), apply=contextlib.nullcontext)
     return Survey("ctxext eval passkey", checkpoint, jobs_of([reader], prompts))

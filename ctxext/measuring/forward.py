@@ -392,18 +392,16 @@ def ticking(
             hook.remove()
 
 
-def check_reach(subject: Subject, length: int, *, beyond: bool) -> None:
+def check_reach(subject: Subject, length: int) -> None:
     """Raise ``InvalidParameterError`` if ``length`` tokens are more than the model is meant for.
 
     A dynamic extension follows the length of the text, so that no length is beyond it.
     """
     meant = describe(subject.model)
-    if beyond:
-        require_positions(subject, length)
-    if beyond or follows_length(subject) or meant.target_length is None or length <= meant.target_length:
+    if follows_length(subject) or meant.target_length is None or length <= meant.target_length:
         return
     state = "is trained for" if meant.method is None else f"was extended to, by {meant.method['method']}"
     raise InvalidParameterError(
-        f"{length:,} tokens are more than the {meant.target_length:,} that this model {state}. Ask for fewer, extend "
-        f"it further, or allow it, to see how it fails: beyond=True (--beyond)."
+        f"{length:,} tokens are more than the {meant.target_length:,} that this model {state}. Ask for fewer, or "
+        f"extend it further."
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import MISSING, dataclass, field, fields, replace
 from functools import cached_property
 from typing import Any
@@ -134,15 +134,6 @@ def check_reference(checkpoint: Checkpoint, reference: Checkpoint) -> None:
         raise InvalidParameterError(
             f"The reference {reference.name} has another tokenizer than {checkpoint.name}, so that it would read other "
             f"tokens: their losses and answers cannot be compared."
-        )
-
-
-def require_reached(length: int, reaches: Collection[int], trained_length: int) -> None:
-    """Raise ``InvalidParameterError`` for a length, in tokens, beyond the furthest of the reaches, if there are any."""
-    if reaches and length > max(reaches):
-        raise InvalidParameterError(
-            f"A length of {length:,} tokens is beyond what any method here is patched for: the furthest reaches "
-            f"{max(reaches):,}, trained to {trained_length:,}. Raise --factor, or ask for a smaller --length."
         )
 
 

@@ -81,7 +81,7 @@ def main(
     spans: Spans = ()
     for name, label in labels_of(checkpoints).items():
         checkpoint = load_checkpoint(name, dtype=dtype, device=device)
-        check_reach(checkpoint.subject, length, beyond=False)
+        check_reach(checkpoint.subject, length)
         trained = trained or known_trained_length(checkpoint.subject)
         spans = spans or list(pairwise(edges_for(trained, length)))
         corpus = texts.read(checkpoint, tokens=length + 1)

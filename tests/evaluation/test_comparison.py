@@ -149,7 +149,7 @@ def test_too_little_beyond_the_window_is_refused_before_anything_is_read(documen
     model = tiny("llama", max_position_embeddings=64, vocab_size=len(BYTES_AFTER_BOS))
     given = {"methods": ["pi"], "documents": DOCUMENTS[:documents]}
     for length in (65, 68, 71):
-        with pytest.raises(InvalidParameterError, match=r"too little beyond the trained 64 .* of 72 or more"):
+        with pytest.raises(InvalidParameterError, match=r"reads beyond the trained 64 .* of 72 or more"):
             plan(model, lengths=[length], **given)
     assert comparison_page(measured(plan(model, lengths=[72], **given))).markdown()
     few = measured(plan(model, lengths=[30], trained_length=6, factors=(6.0,), **given))  # a quarter is one token
