@@ -44,7 +44,8 @@ def logits_in_chunks(
         chunk: positions per piece, at least 1; None for ``head_chunk``. One piece takes about batch x chunk x
             vocabulary x 8 bytes.
         cached: run the layers over that many tokens at a time, with a KV cache; the same result up to rounding, in
-            less memory and more time. None for one uncached pass.
+            less memory and more time. A caller that has seen enough stops iterating, and only the tokens that were read
+            cost time. None for one uncached pass.
 
     Raises:
         InvalidParameterError: empty input, or ``start``, ``chunk`` or ``cached`` out of range.
@@ -62,43 +63,21 @@ def logits_in_chunks(
     subject, shell, replay = opened(model)
     chunk = chunk or head_chunk(subject)
     forget_longest(subject)
-    if cached is not None and cached < positions:
-        replay.real = CachedPieces(subject, replay.real, positions=positions, piece=cached)
-    for first in range(start, positions, chunk):
-        replay.piece = slice(first, min(first + chunk, positions))
-        replay.calls = 0
-        # The first piece hands all tokens to the real layers; later ones only have to look like their piece.
-        ids = input_ids if first == start else input_ids[:, replay.piece]
-        logits = shell(input_ids=ids, use_cache=False, return_dict=True).logits
-        require_pieces(shell, replay, logits)
-        yield first, logits
-
-
-def logits_as_read(
-    model: nn.Module, input_ids: Int[Tensor, "batch positions"], *, piece: int
-) -> Iterator[tuple[int, Float[Tensor, "batch piece vocab"]]]:
-    """Yield ``(first position, logits)`` as ``logits_in_chunks`` does, having run the layers no further than that.
-
-    A caller that has seen enough stops iterating, and only the tokens that were read cost time. The layers run over
-    ``piece`` tokens at a time, with a KV cache: the same result up to rounding. Logits exist for ``head_chunk``
-    positions at a time.
-
-    Raises:
-        IncompatibleError: as in ``logits_in_chunks``.
-    """
-    subject, shell, replay = opened(model)
-    chunk = head_chunk(subject)
-    replay.real = CachedPieces(subject, replay.real, positions=input_ids.shape[1], piece=piece)
-    for begin in range(0, input_ids.shape[1], piece):
+    piece = min(cached or positions, positions)
+    if piece < positions:
+        replay.real = CachedPieces(subject, replay.real, positions=positions)
+    for begin in range(0, positions, piece):
         part = input_ids[:, begin : begin + piece]
         replay.output = None  # so that the layers run on, over the next tokens
-        for first in range(0, part.shape[1], chunk):
+        for first in range(min(max(start - begin, 0), part.shape[1] - 1), part.shape[1], chunk):
             replay.piece = slice(first, min(first + chunk, part.shape[1]))
             replay.calls = 0
-            ids = part[:, replay.piece] if first else part
+            # The first call hands all tokens to the real layers; later ones only have to look like their piece.
+            ids = part if replay.output is None else part[:, replay.piece]
             logits = shell(input_ids=ids, use_cache=False, return_dict=True).logits
             require_pieces(shell, replay, logits)
-            yield begin + first, logits
+            if begin + first >= start:  # of tokens before that, a cache alone is needed
+                yield begin + first, logits
 
 
 @torch.no_grad()
@@ -122,9 +101,7 @@ def logits_of_answers(
     """
     subject, shell, replay = opened(model)
     longest = sum(max(tokens.shape[0] for tokens in part) for part in (requests, answers))
-    reader = replay.real = CachedPieces(
-        subject, replay.real, positions=text.shape[0] + longest, piece=max(text.shape[0], longest)
-    )
+    reader = replay.real = CachedPieces(subject, replay.real, positions=text.shape[0] + longest)
 
     def run(ids: Tensor, *, behind: DynamicCache | None = None, last: bool = True) -> Tensor:
         """Read tokens behind a copy of a cache; return the logits of the last position, or of all."""
@@ -178,17 +155,16 @@ def check_token_ids(input_ids: Tensor, *, least: int) -> None:
 
 
 class CachedPieces(nn.Module):
-    """Replacement of a base model that calls it on consecutive pieces of a text, as if that were one call.
+    """Replacement of a base model that goes on from call to call, over the pieces of a text of so many positions.
 
     Raises:
         IncompatibleError: the positions follow the length of a call's input in a way that cannot be told otherwise,
             or the model takes no cache.
     """
 
-    def __init__(self, subject: Subject, base: nn.Module, *, positions: int, piece: int) -> None:
+    def __init__(self, subject: Subject, base: nn.Module, *, positions: int) -> None:
         super().__init__()
         self.base = base
-        self.piece = piece
         self.cache = DynamicCache(config=subject.config)
         dynamic, argument = follows_length(subject), cache_argument(base)
         if argument is None:
@@ -212,12 +188,7 @@ class CachedPieces(nn.Module):
 
     def forward(self, input_ids: Tensor, **kwargs: Any) -> Any:
         options = kwargs | self.length | {self.argument: self.cache, "use_cache": True, "return_dict": True}
-        output: Any = None
-        states = []
-        for part in torch.split(input_ids, self.piece, dim=1):
-            output = self.base(input_ids=part, **options)
-            states.append(output.last_hidden_state)
-        output.last_hidden_state = torch.cat(states, dim=1)
+        output = self.base(input_ids=input_ids, **options)
         setattr(output, self.argument, None)
         return output
 

@@ -7,7 +7,7 @@ outside its window from position L on. All losses are natural logarithms (nats) 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from ctxext.errors import InvalidParameterError
-from ctxext.measuring.forward import check_token_ids, logits_as_read, logits_in_chunks
+from ctxext.measuring.forward import check_token_ids, logits_in_chunks
 
 
 # Not inference_mode: a dynamic method may leave its buffers behind, and inference tensors cannot be trained with.
@@ -52,16 +52,17 @@ def loss_by_position(
         InvalidParameterError: ``input_ids`` or ``chunk`` out of range.
         IncompatibleError: the model's losses cannot be had this way (see ``logits_in_chunks``).
     """
+    return torch.cat([*_pieces(model, input_ids, start=start, chunk=chunk, cached=cached)], dim=1)
+
+
+def _pieces(model: nn.Module, input_ids: Tensor, **how: Any) -> Iterator[Float[Tensor, "batch piece"]]:
+    """Yield the losses of consecutive positions; ``how`` is for ``logits_in_chunks``."""
     check_token_ids(input_ids, least=2)
-    device = next(model.parameters()).device
-    inputs, targets = input_ids[:, :-1].to(device), input_ids[:, 1:].to(device)
-    losses = torch.empty(targets[:, start:].shape, dtype=torch.float32)
-    for first, logits in logits_in_chunks(model, inputs, start=start, chunk=chunk, cached=cached):
-        stop = first + logits.shape[1]
-        wanted = targets[:, first:stop].flatten()
-        piece = functional.cross_entropy(logits.flatten(0, 1).float(), wanted, reduction="none")
-        losses[:, first - start : stop - start] = piece.view(-1, stop - first).cpu()
-    return losses
+    inputs, targets = (part.to(next(model.parameters()).device) for part in (input_ids[:, :-1], input_ids[:, 1:]))
+    for first, logits in logits_in_chunks(model, inputs, **how):
+        wanted = targets[:, first : first + logits.shape[1]]
+        losses = functional.cross_entropy(logits.flatten(0, 1).float(), wanted.flatten(), reduction="none")
+        yield losses.view(wanted.shape).cpu()
 
 
 @torch.no_grad()
@@ -81,16 +82,12 @@ def loss_while(
         InvalidParameterError: as ``loss_by_position``.
         IncompatibleError: as ``loss_by_position``.
     """
-    check_token_ids(input_ids, least=2)
-    device = next(model.parameters()).device
-    inputs, targets = input_ids[:, :-1].to(device), input_ids[0, 1:].to(device)
-    read: list[Tensor] = []
-    for first, logits in logits_as_read(model, inputs, piece=piece):
-        stop = first + logits.shape[1]
-        read.append(functional.cross_entropy(logits[0].float(), targets[first:stop], reduction="none").cpu())
-        if stop % piece == 0 and stop < len(targets) and not go_on(torch.cat(read)):
+    read = torch.empty(0)
+    for losses in _pieces(model, input_ids, chunk=None, cached=piece):
+        read = torch.cat([read, losses[0]])
+        if len(read) % piece == 0 and len(read) < input_ids.shape[1] - 1 and not go_on(read):
             break
-    return torch.cat(read)
+    return read
 
 
 @torch.no_grad()
