@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ctxext.measuring.truncation import SELECTED, TRUNCATED, UNPATCHED, window_of
+from ctxext.measuring.truncation import SELECTED, TRUNCATED, window_of
 
 LABELS = {
-    UNPATCHED: "unpatched",
     TRUNCATED: "best truncation",
     SELECTED: "selected chunks",
     "pi": "PI",

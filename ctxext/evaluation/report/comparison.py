@@ -36,7 +36,7 @@ from ctxext.evaluation.report.retrieval import KEYS, passkey_panel
 from ctxext.measuring.labels import all_of, capitalised, perplexity_label, tokens_label
 from ctxext.measuring.loss_table import NO, YES, Verdict
 from ctxext.measuring.readings import TIMES, Reading
-from ctxext.measuring.statistics import PairedDifference, perplexity
+from ctxext.measuring.statistics import Bucket, PairedDifference, perplexity
 from ctxext.measuring.truncation import SELECTED, TRUNCATED, UNPATCHED, is_short, windows_of
 
 # Beyond this ratio to the perplexity inside the window, a perplexity counts as broken.
@@ -152,17 +152,15 @@ def sentences(result: ComparisonResult) -> list[str]:
     if any(row.passkeys for row in result.rows):
         lines += _passkey_sentences(result, best)
     if not result.row(UNPATCHED).reading.is_candidate:
-        lines += unpatched_sentence(result)
+        read = (item for item in result.panels[-1].series if item.name == UNPATCHED)
+        lines += [unpatched_sentence(result, item.buckets[-1]) for item in read]
     lines += [f"Not measured: {refusal.label}. {refusal.reason}" for refusal in result.refusals]
     return lines
 
 
-def unpatched_sentence(result: ComparisonResult) -> list[str]:
-    """Say whether the unpatched model breaks beyond its window, where it was read there."""
-    series = [item for item in result.panels[-1].series if item.name == UNPATCHED]
-    if not series:
-        return []
-    inside, last = result.row(UNPATCHED).inside, series[0].buckets[-1]
+def unpatched_sentence(result: ComparisonResult, last: Bucket) -> str:
+    """Say whether the unpatched model breaks beyond its window, by the last positions there."""
+    inside = result.row(UNPATCHED).inside
     ratio = perplexity(last.loss - inside.loss)
     start, stop = tokens_label(last.start), tokens_label(last.stop)
     numbers = (
@@ -170,8 +168,8 @@ def unpatched_sentence(result: ComparisonResult) -> list[str]:
         f"{last.perplexity:.3g} at {start}-{stop}"
     )
     if ratio < BROKEN:
-        return [f"Unpatched, the perplexity goes {numbers}: this model does not break at that length."]
-    return [f"Unpatched, the perplexity goes {numbers}, {ratio:.3g} times as much: it breaks beyond its window."]
+        return f"Unpatched, the perplexity goes {numbers}: this model does not break at that length."
+    return f"Unpatched, the perplexity goes {numbers}, {ratio:.3g} times as much: it breaks beyond its window."
 
 
 def _plain(result: ComparisonResult) -> str:

@@ -214,15 +214,13 @@ class ChoiceTrial:
     @property
     def by_chance(self) -> list[float]:
         """The probability of each number of right choices, were the answers dealt out to the questions by chance."""
-        chosen, ways = self.chosen, np.ones(1)
-        numbers = range(len(chosen) + 1)
-        for answer in range(len(chosen)):  # ways to deal out some answers rightly, by how many these are
-            ways = np.convolve(ways, (1, chosen.count(answer)))
-        share = [ways[some] / math.perm(len(chosen), some) for some in numbers]  # and the others anyhow
-        return [
-            float(sum((-1) ** (some - right) * math.comb(some, right) * share[some] for some in numbers[right:]))
-            for right in numbers
-        ]
+        choices, ways = len(self.chosen), np.poly1d([1])
+        for answer in range(choices):  # coefficients: ways to deal out so many answers rightly, and the others anyhow
+            ways *= np.poly1d([self.chosen.count(answer), 1])
+        shares = [way / math.perm(choices, right) for right, way in enumerate(ways.coeffs[::-1])]
+        # Inclusion and exclusion: a number that is dealt out rightly in any case may have more that are.
+        exactly = sum(np.poly1d([1, -1]) ** right * share for right, share in enumerate(shares))
+        return list(map(float, exactly.coeffs[::-1]))
 
     @property
     def score(self) -> float:
