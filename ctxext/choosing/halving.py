@@ -21,6 +21,7 @@ worse by more than that allows; for one that is not among the best few, the budg
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -34,7 +35,7 @@ from ctxext.choosing.candidates import CandidateReach
 from ctxext.errors import InvalidParameterError
 from ctxext.measuring.forward import pass_cost
 from ctxext.measuring.statistics import CHANCE, PairedDifference, block_difference, students_quantile
-from ctxext.measuring.truncation import tails_cost
+from ctxext.measuring.truncation import tail_windows
 from ctxext.quantities import duration
 
 INSIDE, WHOLE, MORE = "inside", "whole", "more"
@@ -163,10 +164,10 @@ class Costs:
         inside = self.judged * sizes.first * self.of(self.prefix)
         whole = (min(sizes.whole, self.judged + self.others - 1) + 1) * sizes.first
         more = (sizes.finalists + 1) * (sizes.texts - sizes.first + sizes.keys)
-        tails = tails_cost(self.windows, start=self.end, positions=self.length, turning_point=self.turning_point)
-        tails += pass_cost(self.trained, self.turning_point)  # chunks, chosen once
-        truncations = tails / pass_cost(self.length, self.turning_point)
-        return inside + whole + more + sizes.held_out * (3 + self.of(self.trained) + truncations)
+        tails = [tail_windows(window, start=self.end, positions=self.length) for window in self.windows]
+        truncations = sum(self.of(each.positions) for each in itertools.chain.from_iterable(tails))
+        # A reading inside the window, and one of chunks, chosen once.
+        return inside + whole + more + sizes.held_out * (3 + 2 * self.of(self.trained) + truncations)
 
     def sizes(self, allowed: float | None, seconds: float | None = None, doubt: float = 1) -> Sizes:
         """Return the largest sizes that a budget lasts for.

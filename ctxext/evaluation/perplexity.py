@@ -254,13 +254,12 @@ class Perplexity(Survey[LossJob]):
             return
         beyond = table.short and (start >= plan.trained_length or (kind == LENGTH and stop > plan.trained_length))
         for name in losses_of:
-            own = table.losses(table.best_short if beyond and name == TRUNCATED else name)
             scored = PerplexityScore(
                 kind=kind,
                 start=start,
                 stop=stop,
-                tokens=sum(map(len, own)),
-                loss=torch.cat(list(own)).double().mean().item(),
+                tokens=table.tokens(name),
+                loss=table.mean(name),
                 versus_truncation=table.versus(name) if beyond else None,
                 window=table.window_of(name) if beyond else None,
                 selected=bool(beyond) and name == TRUNCATED and table.selected,

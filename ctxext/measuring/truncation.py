@@ -17,11 +17,10 @@ window (see ``truncated_loss``).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 
 from torch import Tensor
 
-from ctxext.measuring.forward import pass_cost
 from ctxext.measuring.loss import Window, truncation_windows
 from ctxext.measuring.statistics import mean_loss
 
@@ -79,12 +78,3 @@ def tail_windows(window: int, *, start: int, positions: int, prefix: int = 0) ->
     """
     stride = max(1, min(window // QUARTERS, window - prefix))  # a quarter, at most the room besides the prefix
     return truncation_windows(positions, window=window, stride=stride, start=start, prefix=prefix)
-
-
-def tails_cost(windows: Sequence[int], *, start: int, positions: int, turning_point: int) -> float:
-    """Estimate the cost of ``tail_windows`` of several windows for one text, in the units of ``pass_cost``."""
-    return sum(
-        pass_cost(each.positions, turning_point)
-        for window in windows
-        for each in tail_windows(window, start=start, positions=positions)
-    )

@@ -15,7 +15,6 @@ from ctxext.measuring.truncation import (
     best_short,
     is_reference,
     tail_windows,
-    tails_cost,
     window_name,
     window_of,
     windows_of,
@@ -57,13 +56,14 @@ def test_every_window_scores_the_same_tokens(model: LlamaForCausalLM, input_ids:
             torch.testing.assert_close(losses[:, i - 40].double(), expected, rtol=1e-5, atol=2e-6)
         whole = truncated_loss(model, input_ids, window=window, stride=stride, prefix=1)
         torch.testing.assert_close(losses, whole[:, 40:], rtol=1e-5, atol=2e-6)
-    cost = tails_cost((10, 20, 30, 40), start=40, positions=89, turning_point=100)
+    ways = [one for window in (10, 20, 30, 40) for one in tail_windows(window, start=40, positions=89)]
+    cost = sum(pass_cost(one.positions, 100) for one in ways)
     assert sum(done for _, done in steps) == pytest.approx(cost)
     steps.clear()
     with ticking(model, "inside", pass_cost(20, 100), lambda *step: steps.append(step)):
         for one in tail_windows(20, start=7, positions=89, prefix=1):
             one.losses(model, input_ids)
-    inside = tails_cost((20,), start=7, positions=89, turning_point=100)
+    inside = sum(pass_cost(one.positions, 100) for one in tail_windows(20, start=7, positions=89))
     assert sum(cost for _, cost in steps) == pytest.approx(inside), "the window itself is a pass too"
 
 
