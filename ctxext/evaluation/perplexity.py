@@ -20,14 +20,7 @@ from ctxext.core.subject import Subject
 from ctxext.errors import InvalidParameterError
 from ctxext.evaluation.perplexity_result import LENGTH, POSITIONS, PerplexityReading, PerplexityResult, PerplexityScore
 from ctxext.measuring.checkpoint import Checkpoint
-from ctxext.measuring.forward import (
-    cached_tokens_for,
-    fitted_length_of,
-    follows_length,
-    last_position,
-    require_positions,
-    turning_point,
-)
+from ctxext.measuring.forward import cached_tokens_for, check_positions, fitted_length_of, follows_length, turning_point
 from ctxext.measuring.journal import Journal
 from ctxext.measuring.labels import label_of
 from ctxext.measuring.loss import Window
@@ -137,7 +130,7 @@ def make_plan(
     if method is None and chosen[-1] > trained:
         architecture_of(subject)  # which refuses a model that has no positions there
     if method is None:
-        require_positions(subject, chosen[-1])
+        check_positions(subject, chosen[-1])
     return PerplexityPlan(
         trained_length=trained,
         lengths=chosen,
@@ -331,8 +324,7 @@ def prepare(
     measured_inside: Sequence[Sequence[LossJob]] = ()
     plain_inside: Sequence[Sequence[LossJob]] = ()
     if measured != UNPATCHED and plain is not None:
-        last = last_position(plain.subject)
-        if plan.unpatched and windows and (last is None or plan.length <= last):
+        if plan.unpatched and windows and plan.length <= (originals.readings.most or plan.length):
             control = originals.whole(unpatched, fitted_length_of(plain.subject, plan.trained_length))
             readings.insert(0, control)
         plain_inside = originals.inside(unpatched, control)

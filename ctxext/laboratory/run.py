@@ -306,7 +306,7 @@ class Laboratory(Survey[LabJob]):
             futures = {pool.submit(LabJob.ask, job): job for job in jobs}
             while futures:
                 done = concurrent.futures.wait(futures, return_when=concurrent.futures.FIRST_COMPLETED).done
-                for future in sorted(done, key=lambda each: each.exception() is not None):  # what is right is kept
+                for future in sorted(done, key=lambda each: each.exception() is not None):  # failures last
                     yield futures.pop(future), future.result()
         except concurrent.futures.process.BrokenProcessPool as error:
             raise ResultsError(

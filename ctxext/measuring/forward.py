@@ -194,7 +194,7 @@ class CachedPieces(nn.Module):
 
 
 def forget_longest(subject: Subject) -> None:
-    """Let the next text have its own frequencies: transformers keeps those of the longest text so far."""
+    """Let a short text follow a long one: transformers keeps the frequencies of the longest text so far."""
     if patched_state(subject.model) is None and follows_length(subject):
         for module in subject.model.modules():
             for name in [name for name in vars(module) if name.endswith("max_seq_len_cached")]:
@@ -209,7 +209,7 @@ def last_position(subject: Subject) -> int | None:
     return describe(model).target_length if ends and not grows else None
 
 
-def require_positions(subject: Subject, length: int) -> None:
+def check_positions(subject: Subject, length: int) -> None:
     """Raise ``InvalidParameterError`` if a model has no positions for so many tokens."""
     last = last_position(subject)
     if last is not None and length > last:

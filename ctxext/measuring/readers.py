@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from ctxext.errors import InvalidParameterError
 from ctxext.measuring.checkpoint import Checkpoint
-from ctxext.measuring.forward import last_position, require_positions
+from ctxext.measuring.forward import check_positions
 from ctxext.measuring.labels import label_of
 from ctxext.measuring.readings import Reader, Reading, Readings, check_reference, chosen_methods
 from ctxext.measuring.truncation import AS_SAVED, TRUNCATED, UNPATCHED, window_name
@@ -62,11 +62,11 @@ def find_readers(
         candidates = [plain, *candidates]
         if reference is None:  # the model as saved, cut off: inside the window its answers are the whole one's
             references = [replace(plain, name=TRUNCATED, label=last, reach=None)]
-    is_endless = last_position(checkpoint.subject) is None
+    is_endless = of_checkpoint.most is None
     beyond = beyond and is_endless
     wanted = _lengths(lengths, candidates, trained, beyond)
     if not candidates:
-        require_positions(checkpoint.subject, wanted[-1])
+        check_positions(checkpoint.subject, wanted[-1])
     if wanted[-1] <= trained:  # inside the window, the truncated reading is the unpatched one
         references = [reading for reading in references if reading.name != TRUNCATED]
     control = bool(candidates) and unpatched and is_endless

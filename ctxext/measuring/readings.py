@@ -93,7 +93,7 @@ class Reading:
         return self.reach is not None
 
     def meant_for(self, lengths: Sequence[int]) -> tuple[int, ...]:
-        """Return the lengths up to its reach, and of a reference those that it can read."""
+        """Return the lengths up to its reach, or up to the last one that a reference can read."""
         most = self.most if self.is_reference else self.reach
         return tuple(length for length in lengths if most is None or length <= most)
 
@@ -170,6 +170,11 @@ class Readings:
         self.windows = windows_of(self.trained_length) if windows is None else tuple(windows)
         self._given = self.trained_length if self.extended else trained_length
 
+    @property
+    def most(self) -> int | None:
+        """The tokens that the model, as it is now, has positions for; None for any number."""
+        return last_position(self.checkpoint.subject)
+
     @cached_property
     def setting(self) -> dict[str, Any]:
         """The dependencies of every measured number, except the reading and the tokens, as JSON values.
@@ -245,7 +250,7 @@ class Readings:
             label=f"as saved{how}" if self.extended else label_of(UNPATCHED),
             method=description.method,
             reach=description.target_length if self.extended else None,
-            most=last_position(self.checkpoint.subject),
+            most=self.most,
             fingerprint=description.fingerprint,
             dynamic=follows_length(self.checkpoint.subject),
             notes=(f"the checkpoint is extended already: {self.extended}",) if self.extended else (),

@@ -19,7 +19,7 @@ from torch import Tensor, distributed, nn
 
 from ctxext.errors import InvalidParameterError
 from ctxext.measuring.checkpoint import Checkpoint
-from ctxext.measuring.forward import Progress, pass_cost, ticking
+from ctxext.measuring.forward import Progress, forget_longest, pass_cost, ticking
 from ctxext.measuring.journal import Journal
 from ctxext.measuring.loss import Window
 from ctxext.measuring.provenance import ExtensionRecord, Provenance
@@ -281,7 +281,7 @@ class Prompt(abc.ABC):
 
     Args:
         identity: all that an answer depends on, except the reader, as JSON values.
-        least: Tokens of a window that holds some of the text beside what always stays.
+        least: Tokens of the smallest window that shows some of the text.
     """
 
     name: str
@@ -315,8 +315,8 @@ class PromptJob(Job):
         window = reader.window if reader.window is not None and reader.window < prompt.length else None
         if window is not None and window < prompt.least:
             raise InvalidParameterError(
-                f"{prompt.name}: a window of {window:,} tokens shows nothing of the text, since what is asked and "
-                f"answered leaves room from {prompt.least:,} on. Ask for other tasks, or give another --trained-length."
+                f"{prompt.name}: a window of {window:,} tokens shows nothing of it: question and answer leave room "
+                f"from {prompt.least:,} on. Ask for other tasks, or give another --trained-length."
             )
         reading = [reader.reading.method, reader.reading.fingerprint, window]
         return cls(
@@ -330,6 +330,7 @@ class PromptJob(Job):
 
     def ask(self, model: nn.Module, progress: Progress) -> Answer:
         """Return the reader's trial."""
+        forget_longest(self.reader.readings.checkpoint.subject)
         return Answer({"trial": self.prompt.ask(model, self.window, self.name, progress)})
 
 

@@ -160,7 +160,7 @@ class DryRun:
         self.causal.enable_input_require_grads()
         self.layers[0].register_forward_hook(self._look)
 
-    def require_positions(self, length: int) -> None:
+    def check_positions(self, length: int) -> None:
         """Raise ``IncompatibleError`` for more tokens than there are learned positions; fake tensors would not.
 
         Raises:

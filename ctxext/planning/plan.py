@@ -107,7 +107,7 @@ class Plan:
 
     def at(self, length: int) -> Breakdown:
         """Return the memory of one sequence of ``length`` tokens."""
-        self.run.require_positions(length)
+        self.run.check_positions(length)
         taken = self.run.prefill(length) if self.memory is None else self.run.step(length)
         # The layer at work has all its keys and values, unpacked.
         layer = taken.work + self.dequantised + (taken.most if taken.spared else 0)

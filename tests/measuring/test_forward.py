@@ -8,7 +8,7 @@ from torch import nn
 
 from ctxext.core.subject import Subject
 from ctxext.errors import InvalidParameterError
-from ctxext.measuring.forward import cached_tokens_for, last_position, require_positions
+from ctxext.measuring.forward import cached_tokens_for, check_positions, last_position
 from tests._models import TRAINED_LENGTH, tiny
 
 ENDING = ("gpt2", "opt", "openai-gpt", "xlm", "ctrl", "codegen", "gptj", "mpt")
@@ -34,9 +34,9 @@ def test_the_last_position_is_the_last_that_a_model_reads(family: str) -> None:
         with pytest.raises(
             InvalidParameterError, match=r"positions for 64 tokens and cannot read 65\. .* at most 64\."
         ):
-            require_positions(subject, TRAINED_LENGTH + 1)
+            check_positions(subject, TRAINED_LENGTH + 1)
     else:
-        require_positions(subject, TRAINED_LENGTH + 1)
+        check_positions(subject, TRAINED_LENGTH + 1)
 
 
 @pytest.mark.parametrize("family", ["mamba", "mamba2", "rwkv"])

@@ -14,13 +14,12 @@ from jaxtyping import Int
 from torch import Tensor, nn
 from transformers import GenerationConfig
 
-from ctxext.core.subject import Subject
 from ctxext.errors import InvalidParameterError
 from ctxext.evaluation.ruler.tasks import choose
 from ctxext.evaluation.ruler.tasks.base import Question, Setting, Task, all_of, largest_fit
 from ctxext.evaluation.trials import HidingPrompt, TrialReport, Trials, relative_effective_length, without
 from ctxext.files import digest
-from ctxext.measuring.forward import SMALL_MODEL, Progress, forget_longest, ticking
+from ctxext.measuring.forward import SMALL_MODEL, Progress, ticking
 from ctxext.measuring.survey import Trial
 from ctxext.texts.corpus import special_prefix, tokenizer_digest
 from ctxext.texts.documents import Document
@@ -102,7 +101,6 @@ def reply_to(model: nn.Module, tokenizer: Any, prompt: list[int], *, tokens: int
         eos_token_id=ends,
         pad_token_id=tokenizer.pad_token_id or 0,
     )
-    forget_longest(Subject.of(model))
     with torch.no_grad():
         written = inner.generate(ids, attention_mask=torch.ones_like(ids), generation_config=greedy)
     text: str = tokenizer.decode(written[0, len(prompt) :], skip_special_tokens=True)
