@@ -29,7 +29,7 @@ from typer.core import TyperCommand
 
 from ctxext.checkpoints.bundled import default_checkpoint, is_bundled
 from ctxext.errors import CtxextError, InvalidParameterError, require_package
-from ctxext.files import gguf_at, refuse_no_weights, refuse_read_only, whole_file, write_whole
+from ctxext.files import gguf_at, parse_json, refuse_no_weights, refuse_read_only, whole_file, write_whole
 from ctxext.mistakes import refuse_mistakes
 from ctxext.progress import saying_what_is_left_out, terminal
 from ctxext.quantities import LARGEST, parameters_said
@@ -140,7 +140,7 @@ def _refuse_files(given: Mapping[str, Any]) -> None:
 
 def json_text(value: Any, *, default: Callable[[Any], str] | None = None, **form: Any) -> str:
     """Return a value as JSON; numbers that are not finite, for which JSON has no word, are null."""
-    return json.dumps(json.loads(json.dumps(value, default=default), parse_constant=lambda _: None), **form)
+    return json.dumps(parse_json(json.dumps(value, default=default), parse_constant=lambda _: None), **form)
 
 
 def print_json(value: Any) -> None:

@@ -248,8 +248,8 @@ def require_own_config(base: PreTrainedModel) -> None:
     """Raise ``PatchStateError`` if another config has taken the place of the one that holds a model's extension."""
     if (state := patched_state(base)) is not None and base.config is not state.config:
         raise PatchStateError(
-            f"The config of this {type(base).__name__} was replaced after ctxext.patch, which wrote into the old one. Put "
-            f"that back, or load the model again."
+            f"The config of this {type(base).__name__} was replaced after ctxext.patch, which wrote into the old one. "
+            f"Put that back, or load the model again."
         )
 
 

@@ -74,7 +74,7 @@ RIGHT = {
     "lab methods": "cope",
 }
 COMPLETIONS = {"ctxext ins": "inspect", "ctxext patch SRC DST -m ya": "yarn", "ctxext patch --meth": "--method"}
-NO_WEIGHTS, NO_GGUF = "bare has no safetensors weights", "broken.gguf cannot be read as GGUF: "
+NO_WEIGHTS, NO_GGUF = "bare has its weights in a GGUF file", "broken.gguf cannot be read as GGUF: "
 # The recipe's words, of a config that is right without them.
 OF_THE_RECIPE = {
     "--data.train ./no.txt": "Cannot read the text './no.txt'",

@@ -26,7 +26,7 @@ def test_the_running_mean_weighs_the_past_by_its_age() -> None:
 def test_it_is_drawn_whole(tmp_path: Path) -> None:
     entries = [{"step": step, "loss": 3 - 0.01 * step, "learning_rate": 1e-4} for step in range(1, 60)]
     gain = [((64, 96), PairedDifference(0.1, 0.01, 100, 8)), ((96, 128), PairedDifference(-0.1, 0.01, 100, 8))]
-    for name, gains in (("a.png", None), ("b.png", {"before": gain, "after": gain})):
+    for name, gains in (("a.png", {}), ("b.png", {"before": gain, "after": gain})):
         save_training_figure(tmp_path / name, entries, title="tiny", gains=gains)
         assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")
     assert len(list(tmp_path.iterdir())) == 2
