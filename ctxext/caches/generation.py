@@ -112,7 +112,12 @@ def fit_to_lengths(
             " If this call holds a shard of a longer sequence, pass ctxext_length=<global length in tokens>, the same "
             "on every rank."
         )
-        more = request if rule.by_request else shard if known is None else ""
+        if filling is None or not filling.continues:
+            raise IncompatibleError(
+                f"Method {rule.method.name!r} follows the length of the text, and positions here begin at {before} "
+                f"without a cache. Give positions from 0, or take a method that is not dynamic.{shard}"
+            )
+        more = request if rule.by_request else ""
         raise IncompatibleError(
             f"Method {rule.method.name!r} gives a sequence of {length} tokens other positions than its {before} cached "
             f"tokens{'' if known is None else description}. model.generate() recomputes the cache, unless PEFT put a "

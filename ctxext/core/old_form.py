@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable, Iterator
-from dataclasses import fields, is_dataclass
 from typing import Any
 
 from ctxext.core.edits import Edits
-from ctxext.core.scaling import REFUSALS, rope_dicts, same_rope
+from ctxext.core.scaling import REFUSALS, declared_fields, rope_dicts, same_rope
 from ctxext.core.subject import text_of
 
 OLD_GUARD = "this checkpoint is extended by ctxext in a way that needs transformers 5: older readers must not take it"
@@ -56,9 +55,9 @@ def old_form(text: Any, *, of_any_type: bool = False) -> dict[str, Any]:
     not know it.
     """
     rope = getattr(text, "rope_parameters", None)
-    if not rope or not is_dataclass(text):
+    declared = declared_fields(text)
+    if not rope or not declared:
         return {}
-    declared = {field.name for field in fields(text)}
     for form in _candidates(text, rope):
         if declared & form.keys() or not _reads(text, form, rope, alone=True) or not _reads(text, form, rope):
             continue
@@ -124,6 +123,5 @@ def _reads(text: Any, form: dict[str, Any], rope: dict[str, Any], *, alone: bool
 def _read(text: Any, form: dict[str, Any], without: tuple[str, ...] = ()) -> Any:
     """Read the config from a dictionary that holds ``form`` and no other old field."""
     fields_now = {name: value for name, value in text.to_dict().items() if name not in (*OLD_FIELDS, *without)}
-    declared = {field.name for field in fields(text)}
-    fields_now |= {name: vars(text)[name] for name in OLD_FIELDS if name in declared and name in vars(text)}
+    fields_now |= {name: vars(text)[name] for name in OLD_FIELDS if name in declared_fields(text) & vars(text).keys()}
     return type(text).from_dict(copy.deepcopy(fields_now | form))

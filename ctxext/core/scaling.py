@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
@@ -92,6 +92,11 @@ def all_windowed(config: Any) -> bool:
 def mixes_windows(config: Any) -> bool:
     """Return whether the config has layers with a window and layers without one."""
     return any(map(is_windowed, layer_types(config))) and not all_windowed(config)
+
+
+def declared_fields(config: Any) -> set[str]:
+    """Return the fields that the class of a config declares, and so reads."""
+    return {field.name for field in fields(config)} if is_dataclass(config) else set()
 
 
 def of_layers(text: Any, name: str) -> list[Any]:

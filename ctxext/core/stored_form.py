@@ -6,7 +6,6 @@ ctxext, which programs without it refuse; transformers calls ``initial_frequenci
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import math
 from collections.abc import Iterator, Sequence
@@ -18,7 +17,7 @@ from torch import Tensor
 
 from ctxext.core.rebuild import RESTORING, Rebuild
 from ctxext.core.rotary import SCALING_KEYS, LatentSpec, ProportionalSpec, RotarySite
-from ctxext.core.scaling import CHUNKED, REFUSALS, heads_of, length_fields
+from ctxext.core.scaling import CHUNKED, REFUSALS, declared_fields, heads_of, length_fields
 from ctxext.core.subject import Subject
 from ctxext.errors import CheckpointError, IncompatibleError, shown
 from ctxext.files import parse_json
@@ -104,8 +103,7 @@ def _fields(
         fields[CHUNKED] = None
     # Configs with an empty head_dim, as of the published Mixtral-8x7B: transformers computes this quotient for plain
     # positions, but multiplies by the empty field for yarn and longrope.
-    declared = {field.name for field in dataclasses.fields(text)} if dataclasses.is_dataclass(text) else set()
-    if "head_dim" in declared | vars(text).keys() and vars(text).get("head_dim") is None:
+    if "head_dim" in declared_fields(text) | vars(text).keys() and vars(text).get("head_dim") is None:
         fields["head_dim"] = heads_of(text)[2]
     # transformers measures the stretch of its dynamic type from this field, so the field keeps the trained length.
     is_stock_dynamic = any(form["rope_type"] == "dynamic" for form in forms)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import dataclasses
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -27,6 +26,7 @@ from ctxext.core.scaling import (
     CHUNKED,
     FOREIGN_KEYS,
     REFUSALS,
+    declared_fields,
     heads_of,
     is_windowed,
     published_json,
@@ -173,7 +173,7 @@ def check_config(config: Any, place: str) -> None:
 def _refuse_unread(text: Any, parameters: JsonObject) -> None:
     """Raise where a class has no field for a rope dict that lacks its base: a base would not help."""
     kind = type(text)
-    declared = _declared(text) if kind.__module__.startswith("transformers.") else ()
+    declared = declared_fields(text) if kind.__module__.startswith("transformers.") else ()
     if declared and "rope_parameters" not in declared and parameters.get("rope_theta") is None:
         raise IncompatibleError(
             f"The config of this {text.model_type} has rope_parameters={parameters}, which {kind.__name__} of "
@@ -275,9 +275,9 @@ def lost_fields(published: JsonObject, config: Any) -> list[Lost]:
         return []
     part = published_text(config, published)
     places = [(part, text)]
-    if part is not published and "rope_parameters" not in _declared(config):  # else its fields are another part's
+    if part is not published and "rope_parameters" not in declared_fields(config):  # else its fields are another part's
         places.append((published, config))
-    losses = [loss for where, reader in places for loss in _lost_numbers(where, ropes, _declared(reader))]
+    losses = [loss for where, reader in places for loss in _lost_numbers(where, ropes, declared_fields(reader))]
     losses += [loss for where, _ in places for loss in _lost_scaling(where, ropes)]
     losses += [*_lost_dimensions(part, ropes, text), *_lost_lengths(published, part, config, text)]
     return list({str(lost): lost for lost in losses}.values())
@@ -286,12 +286,12 @@ def lost_fields(published: JsonObject, config: Any) -> list[Lost]:
 def _lost_lengths(published: JsonObject, part: JsonObject, config: Any, text: Any) -> Iterator[Lost]:
     """Yield lengths in places, or under names, that the class does not read, so that it uses its default."""
     built = getattr(text, LENGTH, None)
-    read = {LENGTH, text.attribute_map.get(LENGTH)} | (_declared(text) & set(LENGTHS))
+    read = {LENGTH, text.attribute_map.get(LENGTH)} | (declared_fields(text) & set(LENGTHS))
     if not isinstance(built, int):
         return
     if part.keys() & read:
         # Older configs have the length next to the text part; transformers maps that for some classes only.
-        if part is published and text is not config and LENGTH not in _declared(config):
+        if part is published and text is not config and LENGTH not in declared_fields(config):
             value = part.get(LENGTH)
             if isinstance(value, int) and value != built:
                 yield Lost(LENGTH, value, built)
@@ -299,15 +299,10 @@ def _lost_lengths(published: JsonObject, part: JsonObject, config: Any, text: An
     for where in (part, published):
         for name in LENGTHS:
             value = where.get(name)
-            if where is not part and name in _declared(config):
+            if where is not part and name in declared_fields(config):
                 continue
             if isinstance(value, int) and value > 0 and value != built:
                 yield Lost(name, value, built)
-
-
-def _declared(config: Any) -> set[str]:
-    """Return the fields that the class of a config declares, and so reads."""
-    return {field.name for field in dataclasses.fields(config)} if dataclasses.is_dataclass(config) else set()
 
 
 def _lost_numbers(part: JsonObject, ropes: list[JsonObject], declared: set[str]) -> Iterator[Lost]:
@@ -338,7 +333,7 @@ def _blocks(part: JsonObject) -> list[JsonObject]:
 
 def _lost_dimensions(part: JsonObject, ropes: list[JsonObject], text: Any) -> Iterator[Lost]:
     """Yield stated numbers of rotated dimensions if the built model rotates another number."""
-    stated = {name: part[name] for name in part.keys() - _declared(text) if DIMENSIONS.match(str(name))}
+    stated = {name: part[name] for name in part.keys() - declared_fields(text) if DIMENSIONS.match(str(name))}
     for name, value in stated.items():
         head = heads_of(text)[2]
         built = [head * (rope.get("partial_rotary_factor") or 1) for rope in ropes]
@@ -471,7 +466,7 @@ def refuse_lost_share(subject: Subject, place: str) -> None:
         return
     fields = [field for block in _blocks(vars(text)) for field in block.items() if is_number(field[1])]
     for name, value in fields:
-        if name in _declared(text) or not (PART.match(name) or DIMENSIONS.match(name)):
+        if name in declared_fields(text) or not (PART.match(name) or DIMENSIONS.match(name)):
             continue
         head = heads_of(text)[2]
         dimensions = value * head if PART.match(name) else value

@@ -225,3 +225,11 @@ def test_padding_is_not_counted_where_attention_rotates_by_itself(side: str, met
     mask[0, real], mask[1] = 1, 1
     found = logits(model, text.expand(2, -1), attention_mask=mask)[0, real]
     torch.testing.assert_close(found, logits(model, text[:, real])[0], atol=5e-5, rtol=0)
+
+
+@pytest.mark.parametrize("method", DYNAMIC)
+def test_positions_that_begin_later_without_a_cache_are_named(method: str) -> None:
+    """As PaliGemma's, which begin at 1, or a shard's."""
+    model = ctxext.patch(tiny(), method, factor=4.0)
+    with pytest.raises(IncompatibleError, match=r"positions here begin at 1 without a cache\. Give positions from 0"):
+        model(tokens(80), position_ids=torch.arange(1, 81)[None])
