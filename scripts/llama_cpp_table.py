@@ -26,7 +26,6 @@ import pkgutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable
 from importlib import metadata
 from pathlib import Path
 from typing import Annotated, Any
@@ -174,7 +173,7 @@ def expected(model: PreTrainedModel, tokens: list[int]) -> torch.Tensor:
     return logits.float().log_softmax(-1)
 
 
-def _line(model_type: str, converter: Converter, forms: Iterable[str]) -> dict[str, Any]:
+def _line(model_type: str, converter: Converter) -> dict[str, Any]:
     """Everything about one type."""
     plain = tiny_of(model_type, TARGET)
     kind = converter.of(plain)
@@ -196,7 +195,7 @@ def _line(model_type: str, converter: Converter, forms: Iterable[str]) -> dict[s
         except RuntimeError as error:
             line["not_run"] = str(error)
         line["written"] = _written(model_type, original, plain, tokens, arch)
-        line["forms"] = {form: _form(model_type, form, converter, kind, original, tokens, plain) for form in forms}
+        line["forms"] = {form: _form(model_type, form, converter, kind, original, tokens, plain) for form in FORMS}
     return line
 
 
@@ -272,7 +271,6 @@ def _written(
 def main(
     tree: Annotated[Path, typer.Argument(help="llama.cpp, as vendored by llama_cpp_python.")],
     only: Annotated[str, typer.Option(help="Types, separated by commas.")] = "",
-    copies: Annotated[bool, typer.Option(help="Only the files that are written into; all else is kept.")] = False,
     worker: Annotated[bool, typer.Option(hidden=True)] = False,
 ) -> None:
     """Write the table anew."""
@@ -281,13 +279,12 @@ def main(
     if worker:
         converter = Converter(tree)
         for name in wanted:
-            print("\n@" + json.dumps([name, _line(name, converter, () if copies else FORMS)]), flush=True)
+            print("\n@" + json.dumps([name, _line(name, converter)]), flush=True)
         return
     lines: dict[str, Any] = {}
-    kept = json.loads(TABLE.read_text())["types"] if only or copies else {}
+    kept = json.loads(TABLE.read_text())["types"] if only else {}
     while rest := [name for name in wanted if name not in lines]:
         command = [sys.executable, "-m", "scripts.llama_cpp_table", str(tree), "--worker", "--only", ",".join(rest)]
-        command += ["--copies"] if copies else []
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         lines |= dict(json.loads(line[1:]) for line in done.stdout.splitlines() if line.startswith("@"))
         if done.returncode and (missing := [name for name in rest if name not in lines]):
@@ -295,8 +292,6 @@ def main(
             reason = said[-1][:150] if said and done.returncode > 0 else "llama.cpp aborts on a tiny model"
             lines[missing[0]] = {"aborts": reason}
             print(f"{missing[0]}: {lines[missing[0]]}", file=sys.stderr)
-    if copies:
-        lines = {name: kept[name] | {"written": one["written"]} for name, one in lines.items() if "written" in one}
     commit = subprocess.run(["git", "-C", str(tree), "rev-parse", "HEAD"], capture_output=True, text=True, check=True)
     versions = {
         "converter": f"llama_cpp_python {VERSION} (llama.cpp {commit.stdout.strip()[:9]})",

@@ -28,7 +28,7 @@ ROOMS = [
 
 # What a change may not exceed: the figures of ``scripts/house.py``, rounded up. Lower each when its figure falls.
 CEILINGS = {
-    "tokens of code": 364_526,
+    "tokens of code": 364_527,
     "lines that the first patch loads": 9_058,
     "files that the first patch loads": 47,
     "lines of the core": 5_033,
@@ -43,7 +43,7 @@ CEILINGS = {
     "functions without an imperative": 0,
     "lines of __all__": 0,
     "lines of JSON in ctxext/": 326,
-    "lines of scripts/": 5_693,
+    "lines of scripts/": 5_688,
     "lines of tests/": 51_191,
     "lines to read: add a frequency method": 1_292,
     "lines to read: mend a defect of unpatch": 1_585,

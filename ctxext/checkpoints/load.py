@@ -172,7 +172,8 @@ def load(
         ``output_loading_info=True``, a tuple of it and the report of ``from_pretrained`` on the weights.
 
     Raises:
-        CheckpointError: nothing at ``path``, no config in it, or no extension to restore.
+        CheckpointError: nothing at ``path``, no config in it, no extension to restore, or trained weights of an
+            encoding that ``method`` would draw anew.
         IncompatibleError: transformers has no class for the checkpoint.
         UnknownNameError: an argument that neither the method nor ``from_pretrained`` knows.
         VerificationError: the restored model does not have the frequencies that were saved.

@@ -65,7 +65,7 @@ def save(
         directory: Folder to write into; created if it does not exist.
         tokenizer: tokenizer to save with the model. Its ``model_max_length``, at which it truncates, is raised to the
             model's new length in the saved files; the object itself stays unchanged. Limits in files of a tokenizer, or
-            of sentence-transformers, that are already in ``directory`` are raised too.
+            of sentence-transformers, that are already in ``directory`` follow the new window too.
         remote_code: True to add a four-line module through which programs that take a path load the model like
             ``ctxext.load``, if they pass ``trust_remote_code=True`` to transformers and ctxext is installed. Other
             programs refuse the checkpoint as before.
@@ -82,8 +82,9 @@ def save(
 
     Raises:
         PatchStateError: if the model is not extended, or its config or its rotary modules were changed since.
-        CheckpointError: if ``directory`` is a file, or cannot be written, or its model card cannot be read; existing
-            files are then unchanged. Or if the upload fails.
+        CheckpointError: if ``directory`` is a file, holds files that programs would read instead of the model or with
+            it, or cannot be written, or its model card cannot be read; existing files are then unchanged. Or if the
+            upload fails.
         IncompatibleError: with ``remote_code``, a model that no ``AutoModel`` of transformers loads.
         InvalidParameterError: for a tokenizer that pads with another token than the one that positions leave out, or
             for ``remote_code`` with an adapter.

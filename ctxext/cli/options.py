@@ -378,7 +378,9 @@ class ReaderOptions(MethodOptions):
     reference: Reference = None
     unpatched: Unpatched = True
     beyond: bool = option(
-        "Allow lengths beyond a model's intended length, to see how it fails.", "--beyond", default=False
+        "Allow lengths beyond a model's intended length, where it has positions, to see how it fails.",
+        "--beyond",
+        default=False,
     )
     sliding_window: SlidingWindow = None
 

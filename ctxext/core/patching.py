@@ -98,7 +98,7 @@ def patch(
 
     Args:
         model: a transformers model; or a PEFT, compiled or data-parallel wrapper around one; or a SentenceTransformer,
-            CrossEncoder or pipeline, whose own limit is raised if it was the trained length.
+            CrossEncoder or pipeline, whose own limit is set to the new window if it was the window before.
         method: a name (``ctxext.methods()`` lists them), a method object such as ``YaRN(factor=4)``, or the path of the
             ``choice.json`` that ``ctxext choose`` wrote, with its lengths. It extends both sides of an encoder-decoder.
         factor: target_length / trained_length, at least 1. With a name only, and needed there for every rotary method
@@ -263,7 +263,7 @@ def unpatch(model: ModelT) -> ModelT:
         The same model.
 
     Raises:
-        PatchStateError: if this model was not patched in this process (or by ``ctxext.load``).
+        PatchStateError: if this model was not patched in this process (or by ``ctxext.load``), or got another config.
     """
     subject = Subject.of(model)
     base, edits = subject.model, vars(subject.model).get(JOURNAL)
