@@ -13,7 +13,7 @@ export NO_MKDOCS_2_WARNING := 1
 # Tests start many programs: what Python compiled is kept for the next, whatever the shell says.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo core test nightly referee docs docs-test notebooks tools flash llama-cpp mlx-lm vllm gpu-test gpu-run floor newest wheel-test check format clean
+.PHONY: demo core test test-of test-map nightly referee docs docs-test notebooks tools flash llama-cpp mlx-lm vllm gpu-test gpu-run floor newest wheel-test check format clean
 
 demo: $(INSTALLED) ## extend a real checkpoint and see what it gives (2 minutes on 2 idle cores)
 	$(BIN)/ctxext demo
@@ -26,6 +26,15 @@ core: $(INSTALLED) ## the quick tests, before each commit (2 to 5 minutes on 2 i
 
 test: $(INSTALLED) ## the test suite: CPU, offline (5 to 8 minutes on 2 idle cores, by the processor)
 	$(PYTEST) -m "not nightly"
+
+test-of: $(INSTALLED) ## the tests that cover FILE=ctxext/core/edits.py, by the table tests/map.csv
+	tests=$$($(BIN)/python scripts/tests_of.py $(FILE)) && $(PYTEST) -m "not nightly" $$tests
+
+test-map: $(INSTALLED) ## makes that table: make test under coverage (15 minutes)
+	$(BIN)/python -m pip install --quiet coverage==7.17.5
+	-$(BIN)/python -m coverage run $(wordlist 2,99,$(PYTEST)) -m "not nightly"
+	$(BIN)/python -m coverage combine --quiet
+	$(BIN)/python scripts/tests_of.py --make
 
 nightly: $(INSTALLED) tools $(FLASH) $(FLASH4) ## everything, and the page tests/night.md (hours); PART=3/8 for what the third of 8 machines runs
 	$(BIN)/python scripts/nightly.py $(if $(PART),--part $(PART))
