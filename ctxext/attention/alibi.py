@@ -104,8 +104,7 @@ class AlibiAttend:
         rule = LengthRule(self.method, self.alibi.trained_length)
         if filling is not None:
             filling.spoil()  # the cache already contains the keys of this layer
-        continues = filling is not None and filling.continues  # cached keys may be fitted to another length
-        if isinstance(mask.length, int) and not (rule.by_request or continues):
+        if isinstance(mask.length, int) and not (rule.by_request or current_pass.continues):
             fitted = rule.fitted(mask.length)
             note_fitted_lengths(0, [fitted])
             return [{0: fitted}]

@@ -247,9 +247,8 @@ class DynamicForward:
             return [list(zip(paged.spans, fitted_lengths, strict=True))]
         planes = position_ids if position_ids.dim() == 3 else position_ids[None]
         batch, width = planes.shape[1:]
-        declared, filling = declared_length(), current_pass.filling
-        continues = filling is not None and filling.continues  # cached keys may be fitted to another length
-        if isinstance(declared, int) and not (site.rule.by_request or continues):
+        declared = declared_length()
+        if isinstance(declared, int) and not (site.rule.by_request or current_pass.continues):
             fitted = site.rule.fitted(declared)
             note_fitted_lengths(0, [fitted] * batch)
             return [[((0, width), fitted)]] * batch

@@ -101,7 +101,7 @@ def fit_to_lengths(
         fitted = rule.needed(length, cached_as, declared)
         fitted_lengths.append(fitted)
         rule.require_declared(length, declared)
-        is_shard = declared is not None and (filling is None or not filling.continues)
+        is_shard = declared is not None and not current_pass.continues
         if not before or is_shard or cached_as == fitted:
             continue
         description = f" have (those of a sequence of {cached_as})"
@@ -112,7 +112,7 @@ def fit_to_lengths(
             " If this call holds a shard of a longer sequence, pass ctxext_length=<global length in tokens>, the same "
             "on every rank."
         )
-        if filling is None or not filling.continues:
+        if not current_pass.continues:
             raise IncompatibleError(
                 f"Method {rule.method.name!r} follows the length of the text, and positions here begin at {before} "
                 f"without a cache. Give positions from 0, or take a method that is not dynamic.{shard}"

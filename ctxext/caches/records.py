@@ -356,6 +356,11 @@ class _CurrentPass(threading.local):
         self.filling: Filling | None = None
         self.fitted: FittedModules | None = None
 
+    @property
+    def continues(self) -> bool:
+        """True if the pass goes on from cached keys, which may be fitted to another length."""
+        return self.filling is not None and self.filling.continues
+
 
 current_pass = _CurrentPass()
 

@@ -66,9 +66,12 @@ def reach_in(folder: Path) -> int | None:
     return saved.get("target_length") if isinstance(saved, dict) else None
 
 
-def copy_raised(
-    path: Path, place: Path, trained: int | None, target: int | None, former: int | None = None
-) -> tuple[list[str], list[str]]:
+def _was_window(value: float, trained: int, target: int, former: int | None) -> bool:
+    """Return whether a limit was the window before: the trained length, or the reach of the extension taken off."""
+    return value != target and value in (trained, former)
+
+
+def copy_raised(path: Path, place: Path, trained: int, target: int, former: int | None) -> tuple[list[str], list[str]]:
     """Copy a file that lies next to a model, and raise a limit in it from the old window to the new one.
 
     A tokenizer's bound is raised wherever it is below the new window. The others may also hold a choice, and then stay.
@@ -79,9 +82,13 @@ def copy_raised(
     """
     if place != path:
         shutil.copyfile(path, place)
-    limits = [limit for limit in limits_in(path) if target is not None and limit.value != target]
-    short = [limit for limit in limits if target is not None and limit.value < target]
-    raised = [limit for limit in limits if limit.value in (trained, former) or (limit.is_bound and limit in short)]
+    limits = limits_in(path)
+    short = [limit for limit in limits if limit.value < target]
+    raised = [
+        limit
+        for limit in limits
+        if _was_window(limit.value, trained, target, former) or (limit.is_bound and limit in short)
+    ]
     if raised:
         settings = read_json(path)
         for limit in raised:
@@ -103,7 +110,7 @@ def raise_limits(old: Path, new: Path, trained: int, target: int, former: int | 
     names = {path.name for place in (old, new) if place.is_dir() for path in place.iterdir() if path.is_file()}
     for name in sorted(names):
         path = (new if (new / name).is_file() else old) / name
-        if limits_in(path):
+        if path.parent == new or limits_in(path):
             stays += copy_raised(path, new / name, trained, target, former)[1]
     return stays
 
@@ -153,10 +160,10 @@ def _raise_generation(work: Work) -> None:
     work.edits.set(work.subject.model.generation_config, "max_length", _written(work).target_length)
 
 
-def _is_window(value: Any, work: Work, extension: Extension) -> bool:
-    """Return whether a limit was the window before: the trained length, or the reach of the extension taken off."""
-    before = {extension.trained_length, None if work.saved is None else work.saved["target_length"]}
-    return value in before - {extension.target_length}
+def _is_window(value: int, work: Work, extension: Extension) -> bool:
+    """Return whether a limit of a live object was the window before."""
+    former = None if work.saved is None else work.saved["target_length"]
+    return _was_window(value, extension.trained_length, extension.target_length, former)
 
 
 def _raise_wrappers(work: Work) -> None:

@@ -42,7 +42,7 @@ from ctxext.checkpoints.source import (
 )
 from ctxext.core.patching import describe, patch
 from ctxext.core.rebuild import restoring
-from ctxext.core.saved import describe_saved, extended_texts, with_old_form
+from ctxext.core.saved import describe_saved, extended_texts, saved_method, with_old_form
 from ctxext.core.scaling import same_rope, stated_length
 from ctxext.core.subject import text_of
 from ctxext.errors import (
@@ -211,9 +211,9 @@ def patch_with_draft(
     written = patch_checkpoint(source, destination, method, results=results, trained_length=trained_length, **given)
     same_length = given | {"factor": None, "target_length": written.description.target_length}
     if method is not None and (not isinstance(method, str) or is_choice(method)):  # which hold the parameters
-        held = {name: value for name, value in (written.description.method or {}).items() if value is not None}
-        method = held.pop("method")
-        same_length |= {name: value for name, value in held.items() if name != "factor"}
+        held = saved_method({"method": written.description.method})
+        method = held.name
+        same_length |= held.parameters()
     try:
         own = read_any_config(draft, trust_remote_code=given.get("trust_remote_code", False))
         if stated_length(text_of(own)) == trained_length:  # a scaled config must be told so, too

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from enum import Enum
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +24,21 @@ class _Absent(Enum):
     ABSENT = "absent"
 
 
+class Entry(NamedTuple):
+    """One edit: the old value of ``owner.name``, and how it was changed.
+
+    Args:
+        unchecked: True for an entry of the owner's dictionary, past validation.
+        written: dtype of a tensor that was set.
+    """
+
+    owner: Any
+    name: str
+    old: object
+    unchecked: bool = False
+    written: torch.dtype | None = None
+
+
 class Edits:
     """A journal that sets attributes and records their old values; ``undo`` restores them in reverse order.
 
@@ -33,7 +48,7 @@ class Edits:
     """
 
     def __init__(self) -> None:
-        self._entries: list[tuple[object, str, object, bool | torch.dtype]] = []
+        self._entries: list[Entry] = []
 
     def __enter__(self) -> Edits:
         return self
@@ -45,19 +60,19 @@ class Edits:
 
     def set(self, owner: object, name: str, value: object) -> None:
         """Set ``owner.name``, or the entry ``name`` of a dict, and record the old value or its absence."""
-        written = value.dtype if isinstance(value, Tensor) else False
-        self._entries.append((owner, name, self._current(owner, name), written))
+        written = value.dtype if isinstance(value, Tensor) else None
+        self._entries.append(Entry(owner, name, self._current(owner, name), written=written))
         _assign(owner, name, value)
 
     def set_unchecked(self, owner: object, name: str, value: object) -> None:
         """Write ``owner.__dict__[name]``, past validation and properties of the owner, and record the old entry."""
-        self._entries.append((owner, name, owner.__dict__.get(name, _Absent.ABSENT), True))
+        self._entries.append(Entry(owner, name, owner.__dict__.get(name, _Absent.ABSENT), unchecked=True))
         owner.__dict__[name] = value
 
     def delete_unchecked(self, owner: object, name: str) -> None:
         """Delete ``owner.__dict__[name]``, if present, past properties of the owner, and record the old entry."""
         if name in owner.__dict__:
-            self._entries.append((owner, name, owner.__dict__[name], True))
+            self._entries.append(Entry(owner, name, owner.__dict__[name], unchecked=True))
             owner.__dict__.pop(name)
 
     def delete(self, owner: object, name: str) -> None:
@@ -65,7 +80,7 @@ class Edits:
         if isinstance(owner, nn.Module) and name in (*owner._buffers, *owner._modules):
             raise TypeError(f"{type(owner).__name__}.{name} is registered with its module; set it instead.")
         old = self._current(owner, name)
-        self._entries.append((owner, name, old, False))
+        self._entries.append(Entry(owner, name, old))
         if old is not _Absent.ABSENT:
             delattr(owner, name)
 
@@ -77,7 +92,7 @@ class Edits:
         """
         if (old := owner._parameters.get(name)) is None:
             raise TypeError(f"{type(owner).__name__}.{name} is not a weight. Call set() instead.")
-        self._entries.append((owner, name, old, False))
+        self._entries.append(Entry(owner, name, old))
         owner._parameters[name] = weight
 
     def replace_weights(self, model: nn.Module, weights: Mapping[str, Tensor]) -> None:
@@ -100,7 +115,7 @@ class Edits:
         """
         if getattr(owner, name, module) is not module:
             raise TypeError(f"{type(owner).__name__}.{name} exists already, and attach() replaces nothing.")
-        self._entries.append((owner, name, _Absent.ABSENT, False))
+        self._entries.append(Entry(owner, name, _Absent.ABSENT))
         owner.add_module(name, module)
 
     def hook(self, module: nn.Module, before: Any, after: Any) -> None:
@@ -109,7 +124,7 @@ class Edits:
         A replacement of ``forward`` is bound to one module, but a hook receives the replica that runs. After a pass
         that failed, the output that ``after`` receives is None.
         """
-        self._entries.append((module, HOOKS, _Absent.ABSENT, False))
+        self._entries.append(Entry(module, HOOKS, _Absent.ABSENT))
         for (called, *settings), function in ((BEFORE, before), (AFTER, after)):
             getattr(module, called)[HOOK] = function
             for setting in settings:
@@ -122,18 +137,15 @@ class Edits:
             self._restore(*self._entries[-1])
             self._entries.pop()
 
-    def _restore(self, owner: Any, name: str, old: object, how: bool | torch.dtype) -> None:
-        """Restore an old value; doing so twice is as good as once.
-
-        ``how`` is True for an entry past validation, and the dtype of a tensor that was set.
-        """
+    def _restore(self, owner: Any, name: str, old: object, unchecked: bool, written: torch.dtype | None) -> None:
+        """Restore an old value; doing so twice is as good as once."""
         if name == HOOKS and isinstance(owner, nn.Module):
             for registry in (*BEFORE, *AFTER):
                 getattr(owner, registry).pop(HOOK, None)
         elif isinstance(owner, nn.Module) and isinstance(old, nn.Parameter):
             # The old object itself, because optimizers and tied weights hold on to it.
             owner._parameters[name] = _followed(old, owner._parameters.get(name))
-        elif how is True:
+        elif unchecked:
             if old is _Absent.ABSENT:
                 owner.__dict__.pop(name, None)
             else:
@@ -144,7 +156,7 @@ class Edits:
             elif self._current(owner, name) is not _Absent.ABSENT:
                 delattr(owner, name)
         elif not (isinstance(owner, dict) and name not in owner):  # other code has removed the entry since
-            _assign(owner, name, _beside(getattr(owner, name, None), old, how))
+            _assign(owner, name, _beside(getattr(owner, name, None), old, written))
 
     def lines(self) -> list[str]:
         """Return one line per edited attribute, oldest first: ``LlamaRotaryEmbedding.inv_freq``."""
@@ -197,7 +209,7 @@ def _followed(old: nn.Parameter, current: nn.Parameter | None) -> nn.Parameter:
     return old
 
 
-def _beside(current: Any, old: object, written: object) -> object:
+def _beside(current: Any, old: object, written: torch.dtype | None) -> object:
     """Return ``old``, on the device to which the current tensor has been moved since, and cast as that one was."""
     if isinstance(old, Tensor) and isinstance(current, Tensor) and not current.is_meta and not old.is_meta:
         return old.to(current.device, old.dtype if current.dtype is written else current.dtype)

@@ -27,7 +27,7 @@ QUERIES = 256
 
 
 def has_far_keys(call: Call, band: int) -> bool:
-    """Return whether the call is one whole text, with keys beyond a band of so many tokens."""
+    """Return whether the call is one whole text, with keys beyond ``band`` tokens."""
     layout = call.layout
     if call.window is not None or call.dropout or call.need.compiling:
         return False

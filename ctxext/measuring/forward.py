@@ -155,7 +155,7 @@ def check_token_ids(input_ids: Tensor, *, least: int) -> None:
 
 
 class CachedPieces(nn.Module):
-    """Replacement of a base model that goes on from call to call, over the pieces of a text of so many positions.
+    """Replacement of a base model that reads a text of ``positions`` tokens in pieces, one in each call.
 
     Raises:
         IncompatibleError: the positions follow the length of a call's input in a way that cannot be told otherwise,
@@ -210,7 +210,7 @@ def last_position(subject: Subject) -> int | None:
 
 
 def check_positions(subject: Subject, length: int) -> None:
-    """Raise ``InvalidParameterError`` if a model has no positions for so many tokens."""
+    """Raise ``InvalidParameterError`` if a model has no positions for ``length`` tokens."""
     last = last_position(subject)
     if last is not None and length > last:
         raise InvalidParameterError(

@@ -90,6 +90,11 @@ class Method(ABC):
         values = {name: value for name, value in values.items() if value is not None or name not in self.later}
         return {"method": self.name} | {k: list(v) if isinstance(v, tuple) else v for k, v in values.items()}
 
+    def parameters(self) -> dict[str, Any]:
+        """Return the parameters that were given, in JSON form, besides the factor."""
+        given = self.to_dict().items()
+        return {name: value for name, value in given if value is not None and name not in ("method", "factor")}
+
     @classmethod
     def from_dict(cls: type[SomeMethod], data: dict[str, Any]) -> SomeMethod:
         """Rebuild a method from ``to_dict``'s form.

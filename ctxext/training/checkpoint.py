@@ -147,9 +147,8 @@ def with_found(settings: Settings, model: nn.Module) -> Settings:
     extension, state = settings.extension, patching.patched_state(model)
     if state is None or not state.method.reads_weights(extension.parameters):
         return settings
-    found = {name: value for name, value in state.method.to_dict().items() if value is not None}
-    found = {name: value for name, value in found.items() if name not in ("method", "factor")}
-    return settings.model_copy(update={"extension": extension.model_copy(update={"parameters": found})})
+    found = extension.model_copy(update={"parameters": state.method.parameters()})
+    return settings.model_copy(update={"extension": found})
 
 
 def with_all_weights(model: Any, settings: Settings, adapter: Path) -> Any:

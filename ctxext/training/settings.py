@@ -96,10 +96,8 @@ class ExtensionSettings(Section):
             raise ValueError(f"{given['method']} holds a method with its parameters: leave out {', '.join(doubled)}")
         choice = choice_in(given["method"], **{name: given.get(name) for name in ("trained_length", "sliding_window")})
         method = choice["method"]
-        parameters = {key: value for key, value in method.to_dict().items() if key != "method" and value is not None}
-        return (
-            given | choice | {"method": method.name, "factor": parameters.pop("factor", None), "parameters": parameters}
-        )
+        said = {"method": method.name, "factor": method.to_dict().get("factor"), "parameters": method.parameters()}
+        return given | choice | said
 
     _one_of_both = model_validator(mode="after")(_factor_or_length)
 

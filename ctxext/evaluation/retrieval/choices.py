@@ -215,7 +215,7 @@ class ChoiceTrial:
     def by_chance(self) -> list[float]:
         """The probability of each number of right choices, were the answers dealt out to the questions by chance."""
         choices, ways = len(self.chosen), np.poly1d([1])
-        for answer in range(choices):  # coefficients: ways to deal out so many answers rightly, and the others anyhow
+        for answer in range(choices):  # coefficient n: the ways to deal out n answers rightly, and the others anyhow
             ways *= np.poly1d([self.chosen.count(answer), 1])
         shares = [way / math.perm(choices, right) for right, way in enumerate(ways.coeffs[::-1])]
         # Inclusion and exclusion: a number that is dealt out rightly in any case may have more that are.
