@@ -131,7 +131,8 @@ def finetune(settings: Settings, *, resume: bool = False) -> None:
     else:
         require_padding(model, tokenizer)  # it is saved beside the model, after hours perhaps
     trained = trained_weights(model) if table is None else str(table)
-    use_cache, model.config.use_cache = model.config.use_cache, False
+    if use_cache := getattr(model.config, "use_cache", False):  # encoders have no such field
+        model.config.use_cache = False
     chunk = {} if data.masked is None else {"loss_chunk": None}
     memory = Memory(**settings.memory.model_dump(exclude={"return_freed"}) | chunk)
     held = memory.apply(model)
@@ -174,7 +175,8 @@ def finetune(settings: Settings, *, resume: bool = False) -> None:
 
     # 4. What is left of it.
     model = trainer.accelerator.unwrap_model(trainer.model, keep_fp32_wrapper=False)
-    model.config.use_cache = use_cache
+    if use_cache:
+        model.config.use_cache = True
     with saving(output):
         if table is None:
             trainer.save_model(str(output / "adapter"))  # in all processes: each may hold a part of the weights only

@@ -28,7 +28,7 @@ ROOMS = [
 
 # What a change may not exceed: the figures of ``scripts/house.py``, rounded up. Lower each when its figure falls.
 CEILINGS = {
-    "tokens of code": 364_490,
+    "tokens of code": 364_491,
     "lines that the first patch loads": 9_085,
     "files that the first patch loads": 47,
     "lines of the core": 5_050,
@@ -44,11 +44,11 @@ CEILINGS = {
     "lines of __all__": 0,
     "lines of JSON in ctxext/": 326,
     "lines of scripts/": 5_753,
-    "lines of tests/": 51_215,
+    "lines of tests/": 51_226,
     "lines to read: add a frequency method": 1_297,
     "lines to read: mend a defect of unpatch": 1_597,
     "lines to read: add a family": 1_757,
-    "lines to read: mend a defect of caches": 2_596,
+    "lines to read: mend a defect of caches": 2_575,
     "lines to read: add a column to the perplexity report": 1_324,
     "look-ups of the base model and its text config": 71,
     "parameters of the widest command": 5,

@@ -344,8 +344,8 @@ def read_beside(path: Path) -> JsonObject:
 def read_extension(directory: Path, *, plain: bool = False, base: StrPath | nn.Module | None = None) -> SavedAdapter:
     """Read the extension from the file next to an adapter's weights, or else from its base.
 
-    With ``plain``, an adapter of a plain model is accepted too. ``base`` is where the base lies now; None for where
-    the adapter says.
+    With ``plain``, an adapter of a plain model is accepted too. ``base`` is where the base lies now, if not where the
+    adapter says.
 
     Raises:
         CheckpointError: if the adapter was saved without its extension, not in safetensors, or a file is missing.
@@ -360,8 +360,8 @@ def read_extension(directory: Path, *, plain: bool = False, base: StrPath | nn.M
             f"{directory} is an adapter of an extended model without its {EXTENSION_FILE}: saving was interrupted, or "
             f"that file was not copied along. Copy it too, or save the adapter again with ctxext.save."
         )
-    place = adapter.get("base_model_name_or_path") if base is None else base
-    carried = None if is_extended else _carried_by_base(place)
+    named = adapter.get("base_model_name_or_path")  # on which it was trained, while that lies there
+    carried = None if is_extended else _carried_by_base(named) or _carried_by_base(base)
     if not (is_extended or carried or plain):
         raise CheckpointError(
             f"{directory} is an adapter without {EXTENSION_FILE}: it was saved without an extension. Name the one to "

@@ -31,7 +31,6 @@ from tests.contracts.test_remap import (
     error,
     every_method,
     every_pair,
-    example,
     extended,
     model_of,
     patched,
@@ -306,26 +305,6 @@ def test_layers_that_share_keys(model_type: str, name: str) -> None:
     require_equal(logits(model, inputs, logits_to_keep=5), logits(model, inputs)[:, -5:])
     for padding in (0, 9):
         require_one_pass(model, DynamicCache(config=model.config), inputs, 100, *[1] * 30, 20, padding=padding)
-
-
-@pytest.mark.slow
-@every_method
-def test_under_autocast_the_cache_itself_is_turned(cls: type[RemapMethod]) -> None:
-    """There, attention is given a copy of the keys in 16 bits, and the cache keeps what rotation left: 32."""
-    model = tiny()
-    method = example(cls, model)
-    ctxext.patch(model, method)
-    ids = tokens(min(target(method), 96))
-    cache = DynamicCache()
-    with torch.no_grad():
-        with torch.autocast("cpu", torch.bfloat16):
-            model(ids[:, :80], past_key_values=cache)
-            for at in range(80, 90):
-                model(ids[:, at : at + 1], past_key_values=cache)
-        assert cache.layers[0].keys.dtype is torch.float32
-        found = model(ids[:, 90:], past_key_values=cache).logits
-    wanted = logits(model, ids)[:, 90:]
-    assert error(found, wanted) < 0.1 * float(wanted.abs().max()), "more than bfloat16 costs: keys stand elsewhere"
 
 
 class OtherLayer(DynamicLayer):

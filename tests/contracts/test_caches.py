@@ -259,20 +259,6 @@ def test_a_cache_filled_before_patch(model_type: str, method: dict[str, Any]) ->
             generated(model, edited(), past_key_values=again)
 
 
-@every
-def test_a_cache_that_the_model_made_is_remembered(model_type: str, method: dict[str, Any]) -> None:
-    model = extended(model_type, method)
-    with torch.no_grad():
-        caches = [model(tokens(KEPT), use_cache=True).past_key_values]
-        caches.append(model(tokens(KEPT), use_cache=True, return_dict=False)[1])
-    for cache in caches:
-        found = read(model, edited()[:, KEPT:], cache)
-        torch.testing.assert_close(found, logits(model, edited())[:, KEPT:], atol=3e-4, rtol=0)
-    ctxext.unpatch(model)
-    with pytest.raises(PatchStateError, match=r"as after ctxext\.unpatch"):
-        read(model, tokens(1), caches[0])
-
-
 def prefixed(model: PreTrainedModel) -> Any:
     torch.manual_seed(0)
     return get_peft_model(model, PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4)).eval()

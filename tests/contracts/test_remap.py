@@ -392,11 +392,6 @@ def test_it_extends_what_a_scaled_checkpoint_was_trained_with() -> None:
     assert torch.equal(model.model.rotary_emb.inv_freq, plain.model.rotary_emb.inv_freq)
 
 
-def test_a_window_that_is_lifted_is_no_obstacle() -> None:
-    model = ctxext.patch(tiny("mistral", sliding_window=16), "self_extend", factor=2, window=16, sliding_window="lift")
-    assert logits(model, tokens(100)).isfinite().all()
-
-
 def test_training_with_dropout_is_refused() -> None:
     model = ctxext.patch(tiny(attention_dropout=0.1), DualChunk(factor=2)).train()
     with pytest.raises(IncompatibleError, match=r"no dropout, found 0\.1"):

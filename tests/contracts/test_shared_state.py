@@ -97,14 +97,6 @@ def test_patched_or_read_in_inference_mode_then_trained(model_type: str, method:
     model(ids, labels=ids, use_cache=False).loss.backward()
 
 
-@pytest.mark.parametrize("method", ["dynamic_ntk", "dynamic_yarn"])
-def test_moved_and_cast_after_it_has_read(method: str) -> None:
-    model = extended("llama", {"method": method, "factor": 4.0})
-    expected = logits(model, tokens())
-    model.double().float()
-    assert torch.equal(logits(model, tokens()), expected)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("first", ["yarn", "dynamic_yarn", "self_extend", "alibi", "nope"])
 @pytest.mark.parametrize("inner_first", [True, False], ids=["part first", "whole first"])

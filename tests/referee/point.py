@@ -50,8 +50,13 @@ METHODS: dict[str, tuple[str, dict[str, Any]]] = {
     "table pi": ("pi", {"factor": 8}),
     "bias pi": ("dynamic_pi", {"factor": 8, "growth": "request"}),
 }
+LIFTED: dict[str, tuple[str, dict[str, Any]]] = {
+    "yarn lifted": ("yarn", {"factor": 4, "sliding_window": "lift"}),
+    "self_extend lifted": ("self_extend", {"factor": 4, "window": 16, "sliding_window": "lift"}),
+}
 FREQUENCIES = list(METHODS)[:8]
 REMAPS = [name for name, (method, _) in METHODS.items() if method in (*truth.REMAPS, "retrieval_heads")]
+METHODS |= LIFTED
 UNWRITTEN = ("path", "fox", "t5_bias", "hierarchical_summary")
 ROTARY = [*FREQUENCIES, *REMAPS, "alibi", *UNWRITTEN]
 FEW = ["yarn", "dynamic_ntk", "self_extend", "dual_chunk", "streaming", "retrieval_heads"]
@@ -64,10 +69,13 @@ KINDS: dict[str, list[str]] = {
     "gemma3_text": FEW,
     "deepseek_v3": ["yarn", "dynamic_ntk", "self_extend", "dual_chunk", "streaming"],
     "gpt_oss": ["self_extend", "dual_chunk", "streaming", "retrieval_heads not exact"],
+    "mistral": [*LIFTED],
     "gpt2": ["group", "table pi"],
     "bloom": ["alibi", "bias pi"],
 }
 """Kinds of models, and the methods that each takes."""
+
+WINDOWED = ("gemma3_text", "gpt_oss", "mistral")
 
 AXES: dict[str, tuple[Any, ...]] = {
     "kind": tuple(KINDS),
@@ -75,7 +83,7 @@ AXES: dict[str, tuple[Any, ...]] = {
     "rows": (1, 2, 3),
     "padding": ("none", "left", "right", "hole", "mostly left"),
     "positions": ("left out", "counted", "ones", "zeros", "slots"),
-    "cache": ("given", "of the config", "made", "static"),
+    "cache": ("given", "of the config", "of the plain config", "made", "static"),
     "dtype": ("float64", "float32", "bfloat16", "float16"),
     "mode": ("no_grad", "inference", "grad"),
     "backend": ("cpu", "gpu"),
@@ -83,7 +91,8 @@ AXES: dict[str, tuple[Any, ...]] = {
 }
 OF_CACHES = {"read": 10, "step": 8, "crop": 6} | dict.fromkeys(("fill", "reorder", "fork", "empty"), 2)
 OF_CACHES |= dict.fromkeys(("repeat", "select", "pickle"), 1)
-OF_MODELS = dict.fromkeys(("packed", "train", "thread", "raise", "unpatch", "repatch", "other", "twin", "reload"), 1)
+OF_MODELS = dict.fromkeys(("packed", "train", "thread", "raise", "unpatch", "repatch", "other", "twin", "reload"), 1.0)
+OF_MODELS |= dict.fromkeys(("config", "cast", "resize", "weights", "autocast"), 0.5)
 WAYS: dict[str, dict[str, Any]] = {
     "greedy": {},
     "samples": {"do_sample": True, "num_return_sequences": 2},
@@ -108,14 +117,19 @@ NEEDS: dict[str, Callable[[Point], bool]] = {
     **dict.fromkeys(("fork", "pickle", "twin"), lambda point: point.mode != "grad"),
     **dict.fromkeys(("unpatch", "other"), lambda point: point.kind in FORMULAS),
     "train": lambda point: "float16" not in point.dtype and point.kind in FORMULAS and point.method not in UNWRITTEN,
-    "packed": lambda point: point.kind not in ("gpt2", "bloom", "gemma3_text", "gpt_oss", "deepseek_v3"),
+    "packed": lambda point: point.kind not in ("gpt2", "bloom", "deepseek_v3", *WINDOWED),
     "batches": lambda point: point.kind in ("llama", "qwen3") and point.dtype != "float16",
+    "weights": lambda point: point.kind != "gpt2",  # its table has more rows
+    # torch refuses float16 and static caches, and rounding chooses other experts.
+    "autocast": lambda point: (
+        point.dtype != "float16" and point.cache != "static" and point.kind not in ("mixtral", "gpt_oss", "deepseek_v3")
+    ),
     # What stock models of older transformers are wrong by themselves after.
     **dict.fromkeys(("generate chunks", "generate assistant"), lambda point: RECENT),
-    "empty": lambda point: RECENT or point.kind not in ("gemma3_text", "gpt_oss"),
+    "empty": lambda point: RECENT or point.kind not in WINDOWED,
 }
 """What an operation needs, where not all points have it."""
-ALONE = ("train", "unpatch", "repatch", "other", "twin", "reload")
+ALONE = ("train", "unpatch", "repatch", "other", "twin", "reload", "config", "cast", "resize", "weights")
 """Operations that no adapter takes."""
 
 
@@ -157,7 +171,7 @@ class Point:
     @property
     def fits(self) -> bool:
         """Whether the values mean something together."""
-        between, windows = self.padding in ("right", "hole"), self.kind in ("gemma3_text", "gpt_oss")
+        between, windows = self.padding in ("right", "hole"), self.kind in WINDOWED
         return (
             self.method in KINDS[self.kind]
             and not (between and (windows or self.positions in ("left out", "slots")))  # all of these count slots
@@ -185,10 +199,10 @@ class Point:
 WEIGHTS: dict[str, tuple[int, ...]] = {
     "dtype": (5, 4, 1, 1),
     "adapter": (9, 1, 1, 1),
-    "kind": (6, 3, 2, 1, 1, 2, 2, 1, 1, 1),
+    "kind": (6, 3, 2, 1, 1, 2, 2, 1, 1, 1, 1),
     "mode": (4, 1, 1),
     "padding": (6, 2, 2, 2, 1),
-    "cache": (4, 2, 1, 1),
+    "cache": (4, 2, 1, 1, 1),
 }
 
 

@@ -26,7 +26,7 @@ import ctxext
 from ctxext.caches.records import empty
 from ctxext.errors import CtxextError
 from tests._models import tiny
-from tests.referee.point import FORMULAS, METHODS, UNWRITTEN, WAYS, Point, drawn
+from tests.referee.point import FORMULAS, LIFTED, METHODS, UNWRITTEN, WAYS, Point, drawn
 from tests.referee.truth import Decoder, Itself, L, rule_of
 from tests.referee.twin import on_a_gpu
 
@@ -41,6 +41,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     "glm": SHAPE,
     "gemma3_text": SHAPE | WINDOWS,
     "gpt_oss": SHAPE | WINDOWS | PLAIN,
+    "mistral": SHAPE | {"sliding_window": 16},
     "deepseek_v3": {"max_position_embeddings": L},
     "gpt2": {"n_positions": L},
     "bloom": {},
@@ -93,6 +94,8 @@ REFUSALS: list[tuple[str, Callable[[Walk, Text], bool]]] = [
     (r"Some layers of this cache hold", lambda walk, text: text.broken),
     (r"Assisted decoding", lambda walk, text: walk.name.startswith("dynamic") and not walk.by_request),
     (r"Generate from input_ids", lambda walk, text: walk.outgrows(text) and walk.way in ("embeds", "chunks")),
+    (r"config of this \w+ was replaced", lambda walk, text: walk.reconfigured),
+    (r"made for sliding windows", lambda walk, text: walk.point.cache == "of the plain config"),
     (r"PagedAttentionCache|continuous batch|paged cache", lambda walk, text: walk.point.method in UNPAGED),
 ]
 """What ctxext may refuse, and when its sentence is true."""
@@ -108,9 +111,12 @@ class Walk:
     owed: list[Any] = field(default_factory=list)
     way: str = ""
     now: int = 0
+    reconfigured: bool = False
+    dtype: str = ""
 
     def __post_init__(self) -> None:
         point, dtype = self.point, getattr(torch, self.point.dtype)
+        self.dtype = point.dtype  # of what is read
         self.plain = tiny(point.kind, seed=point.seed % 3, **SHAPES[point.kind]).to(dtype)
         for name, parameter in self.plain.named_parameters():
             if name.endswith("bias") or "norm" in name:  # what is 0 or 1 at first hides errors
@@ -193,7 +199,7 @@ class Walk:
             return
         scale = float(right.abs().max())
         error = float((found.detach().double() - right).abs().max())
-        if not error <= TOLERANCE[self.point.dtype] * scale:
+        if not error <= TOLERANCE[self.dtype] * scale:
             raise Wrong(f"{what}: off by {error:.2g} of {scale:.2g}")
 
     @contextmanager
@@ -239,6 +245,7 @@ class Walk:
         """Begin a text of empty rows."""
         caches = {"given": DynamicCache, "made": lambda: None}
         caches["of the config"] = lambda: DynamicCache(config=self.model.config)
+        caches["of the plain config"] = lambda: DynamicCache(config=self.plain.config)
         caches["static"] = lambda: StaticCache(config=self.model.config, max_cache_len=SLOTS)
         rows = self.point.rows
         declared = [self.chance.choice([20, 60, 120, 150]) if self.by_request else None for _ in range(rows)]
@@ -519,7 +526,8 @@ class Walk:
         """Extend by the same method with other parameters, or by another."""
         if self.name != "none":
             ctxext.unpatch(self.model)
-        alike = [each for each in METHODS.values() if each[0] == self.name and each[1] != self.how]
+        rest = [each for name, each in METHODS.items() if name not in LIFTED and each[1] != self.how]
+        alike = [each for each in rest if each[0] == self.name]
         self.name, self.how = self.chance.choice(alike or OTHERS)
         self._patch(self.model)
         self._again(text, self.name, self.how)
@@ -527,7 +535,7 @@ class Walk:
     def do_twin(self, text: Text) -> None:
         """Go on with a copy of the model, perhaps unpatched, and perhaps with a copy of the cache."""
         by_file, plain = self.chance.random() < 0.5, self.chance.random() < 0.6
-        plain = plain and self.point.kind in FORMULAS and self.name != "none"
+        plain = plain and self.point.kind in FORMULAS and self.name != "none" and not self.reconfigured
         self.model = pickle.loads(pickle.dumps(self.model)) if by_file else copy.deepcopy(self.model)
         if self.chance.random() < 0.5 and text.cache is not None:
             text.cache = copy.deepcopy(text.cache)
@@ -544,6 +552,43 @@ class Walk:
             self.model = ctxext.load(f"{folder}/saved", dtype=getattr(torch, self.point.dtype)).eval()
         self.model.config._experts_implementation = "eager"
         self._again(text, self.name, self.how)
+
+    def do_config(self, text: Text) -> None:
+        """Put an equal config in the place of the model's; from then on neither unpatch nor save may trust it."""
+        self.model.config, self.reconfigured = copy.deepcopy(self.model.config), self.name != "none"
+        self.read(text, 12)
+
+    def do_cast(self, text: Text) -> None:
+        """Cast the model to another dtype and back."""
+        there = torch.float32 if self.point.dtype == "float64" else torch.float64
+        for model in (self.plain, self.model):
+            model.to(there).to(getattr(torch, self.point.dtype))
+        self._believe()
+        self.read(text, 12)
+
+    def do_resize(self, text: Text) -> None:
+        """Add tokens to the vocabulary."""
+        for model in (self.plain, self.model):
+            torch.manual_seed(3)
+            model.resize_token_embeddings(model.get_input_embeddings().num_embeddings + 8)
+        self._believe()
+        self.read(text, 12)
+
+    def do_weights(self, text: Text) -> None:
+        """Load the weights of the original again."""
+        self.model.load_state_dict(self.plain.state_dict(), strict=self.point.method not in UNWRITTEN)
+        self.read(text, 12)
+
+    def do_autocast(self, text: Text) -> None:
+        """Read in bfloat16, whatever the dtype of the weights and of what is cached."""
+        self.dtype = "bfloat16"
+
+        def run(**given: Any) -> Any:
+            with torch.autocast("cpu", torch.bfloat16):
+                return self.model(**given)
+
+        self.read(text, self.chance.choice([1, 12, 40]), run)
+        self.read(text, self.chance.choice([1, 12]))
 
     # Ways to generate.
     def do_generate(self, text: Text) -> None:
