@@ -27,8 +27,8 @@ from tests._programs import ROOT, ran
 from tests._tokenizer import BYTES, BYTES_AFTER_BOS
 from tests.walk.check import Stock
 
-# These check their own arguments, with errors that a user reads, and take 4 for 4.0. The runtime shape checker would
-# refuse both before that code runs, so it leaves the constructors and the verbs alone; all else stays checked.
+# These check their own arguments, with errors that a user reads. The runtime checker would refuse them before that code
+# runs, so it leaves the constructors and the verbs alone; all else stays checked.
 for _cls in (*known_methods().values(), RopeSpec):
     _cls.__init__.__no_type_check__ = True
 for _verb in (

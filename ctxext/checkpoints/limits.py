@@ -66,7 +66,7 @@ def reach_in(folder: Path) -> int | None:
     return saved.get("target_length") if isinstance(saved, dict) else None
 
 
-def _was_window(value: int | float, trained: int, target: int, former: int | None) -> bool:
+def _was_window(value: float, trained: int, target: int, former: int | None) -> bool:
     """Return whether a limit was the window before: the trained length, or the reach of the extension taken off."""
     return value != target and value in (trained, former)
 

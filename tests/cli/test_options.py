@@ -33,7 +33,7 @@ def test_a_number_that_is_none_is_null_wherever_json_is_written(
         (tmp_path / folder).mkdir(parents=True)
     files = [tmp_path / "a/r.json", tmp_path / "a/r.md", tmp_path / "b/c/fig.png", tmp_path / "b/r.md"]
     result: Any = SimpleNamespace(to_dict=lambda: {"x": [math.nan]})
-    figure = paneled("fig", "title", [Panel(lambda axes: axes.plot([0, 1]), "words", (3.0, 2.0))])
+    figure = paneled("fig", "title", [Panel(lambda axes: axes.plot([0, 1]), "words", (3, 2))])
     OutputOptions(output=files).write(result, Page("title", [figure]), terminal(file=io.StringIO()))
     assert strict(files[0].read_text()) == {"x": [None]}
     assert "](../b/c/fig.png)" in files[1].read_text()  # the picture is found from where the page lies
