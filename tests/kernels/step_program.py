@@ -1,4 +1,4 @@
-"""Run by test_step_kernel in its own process, in Triton's interpreter: errors of the kernels of a step, as JSON."""
+"""Run by test_step in its own process, in Triton's interpreter: errors of the kernels of a step, as JSON."""
 
 from __future__ import annotations
 

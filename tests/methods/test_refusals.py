@@ -1,6 +1,6 @@
 """What each method refuses: values that it cannot have, and models, texts and targets that it does not fit.
 
-Values of a wrong type, and numbers that no parameter takes, are those of ``tests/contracts/test_parameters.py``.
+Values of a wrong type, and numbers that no parameter takes, are those of ``tests/methods/test_parameters.py``.
 """
 
 from __future__ import annotations

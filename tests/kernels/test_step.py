@@ -26,7 +26,7 @@ TRACED = """
 import torch.utils._triton
 torch.utils._triton.has_triton = lambda: True
 from ctxext.kernels._step_kernel import attend_rows
-from tests.kernels.test_step_kernel import step
+from tests.kernels.test_step import step
 graphs = []
 def backend(graph, _):
     graphs.append(sum("triton_kernel" in str(node.target) for node in graph.graph.nodes))

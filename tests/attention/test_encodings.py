@@ -344,7 +344,7 @@ import sys
 
 import pytest
 
-where = "tests/contracts/test_encodings.py"
+where = "tests/attention/test_encodings.py"
 code = pytest.main(["-p", "no:cacheprovider", "-n0", where, "-k", "doublings and (is_one or stock or future)"])
 
 # Not before pytest, which checks the types of what is imported after it.

@@ -1,0 +1,3 @@
+"""The tiny model and its folder, as for evaluations."""
+
+from tests.evaluation.conftest import checkpoint, model  # noqa: F401
