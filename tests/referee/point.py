@@ -70,6 +70,7 @@ KINDS: dict[str, list[str]] = {
     "deepseek_v3": ["yarn", "dynamic_ntk", "self_extend", "dual_chunk", "streaming"],
     "gpt_oss": ["self_extend", "dual_chunk", "streaming", "retrieval_heads not exact"],
     "mistral": [*LIFTED],
+    "qwen2_vl": [*FEW, "pi", "dynamic_pi request"],
     "gpt2": ["group", "table pi"],
     "bloom": ["alibi", "bias pi"],
 }
@@ -114,10 +115,11 @@ NEEDS: dict[str, Callable[[Point], bool]] = {
     **dict.fromkeys(("crop", "repeat"), lambda point: point.cache != "static"),
     "reorder": lambda point: point.rows > 1,
     "select": lambda point: point.rows > 1 and point.cache != "static",
-    **dict.fromkeys(("fork", "pickle", "twin"), lambda point: point.mode != "grad"),
+    # A graph that is kept knows the vocabulary of its time.
+    **dict.fromkeys(("fork", "pickle", "twin", "resize"), lambda point: point.mode != "grad"),
     **dict.fromkeys(("unpatch", "other"), lambda point: point.kind in FORMULAS),
     "train": lambda point: "float16" not in point.dtype and point.kind in FORMULAS and point.method not in UNWRITTEN,
-    "packed": lambda point: point.kind not in ("gpt2", "bloom", "deepseek_v3", *WINDOWED),
+    "packed": lambda point: point.kind not in ("gpt2", "bloom", "deepseek_v3", "qwen2_vl", *WINDOWED),
     "batches": lambda point: point.kind in ("llama", "qwen3") and point.dtype != "float16",
     "weights": lambda point: point.kind != "gpt2",  # its table has more rows
     # torch refuses float16 and static caches, and rounding chooses other experts.
@@ -174,6 +176,7 @@ class Point:
         between, windows = self.padding in ("right", "hole"), self.kind in WINDOWED
         return (
             self.method in KINDS[self.kind]
+            and not (self.kind == "qwen2_vl" and self.positions != "counted")  # it counts others by the text before
             and not (between and (windows or self.positions in ("left out", "slots")))  # all of these count slots
             and not ("left" in self.padding and self.rows == 1)  # as long as the longest row is none
             and not (self.kind == "gpt2" and self.positions == "left out" and self.padding != "none")
@@ -199,7 +202,7 @@ class Point:
 WEIGHTS: dict[str, tuple[int, ...]] = {
     "dtype": (5, 4, 1, 1),
     "adapter": (9, 1, 1, 1),
-    "kind": (6, 3, 2, 1, 1, 2, 2, 1, 1, 1, 1),
+    "kind": (6, 3, 2, 1, 1, 2, 2, 1, 1, 1, 1, 1),
     "mode": (4, 1, 1),
     "padding": (6, 2, 2, 2, 1),
     "cache": (4, 2, 1, 1, 1),

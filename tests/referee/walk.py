@@ -25,7 +25,7 @@ from transformers.utils import logging
 import ctxext
 from ctxext.caches.records import empty
 from ctxext.errors import CtxextError
-from tests._models import tiny
+from tests._models import qwen2_vl, tiny
 from tests.referee.point import FORMULAS, LIFTED, METHODS, UNWRITTEN, WAYS, Point, drawn
 from tests.referee.truth import Decoder, Itself, L, rule_of
 from tests.referee.twin import on_a_gpu
@@ -117,7 +117,9 @@ class Walk:
     def __post_init__(self) -> None:
         point, dtype = self.point, getattr(torch, self.point.dtype)
         self.dtype = point.dtype  # of what is read
-        self.plain = tiny(point.kind, seed=point.seed % 3, **SHAPES[point.kind]).to(dtype)
+        seed = point.seed % 3
+        made = qwen2_vl() if point.kind == "qwen2_vl" else tiny(point.kind, seed=seed, **SHAPES[point.kind])
+        self.plain = made.to(dtype)
         for name, parameter in self.plain.named_parameters():
             if name.endswith("bias") or "norm" in name:  # what is 0 or 1 at first hides errors
                 torch.manual_seed(len(name))
@@ -440,13 +442,19 @@ class Walk:
     def do_train(self, text: Text) -> None:
         """Compare gradients, with activations kept or computed again."""
         ids = torch.randint(40, 120, (1, self.chance.choice([20, 50])))
+        pads = self.chance.choice([0, 7]) if self.point.padding != "none" else 0
+        around = (pads, 0) if "left" in self.point.padding else (0, pads)
+        keep = nn.functional.pad(torch.ones_like(ids), around)
+        labels = nn.functional.pad(ids, around, value=-100)
+        labels[:, : around[0] + 1] = -100
+        padded = {"attention_mask": keep, "position_ids": (keep.cumsum(1) - 1).clamp(min=0)}
         names = ["embed_tokens", "layers.0.self_attn.k_proj", "layers.1.self_attn.q_proj"]
         names = [f"model.{name}.weight" for name in names]
         if self.chance.random() < 0.5:
             self.model.gradient_checkpointing_enable()
         self.model.train()
         with torch.enable_grad(), self.backend():
-            self.model(ids, labels=ids, use_cache=False).loss.backward()
+            self.model(nn.functional.pad(ids, around), labels=labels, use_cache=False, **padded).loss.backward()
         self.model.eval()
         self.model.gradient_checkpointing_disable()
         self.model.disable_input_require_grads()  # transformers leaves a hook that no pickle takes
