@@ -165,6 +165,8 @@ class Call:
         if layout is None:
             layout = Layout.causal(q.shape[0], q.shape[2], k.shape[2], device=q.device)
         _require_arguments(q, k, layout, scale=scale, slopes=slopes, window=window, dropout=dropout, softcap=softcap)
+        # Kernels read the numbers of a head side by side. Few of them look whether these lie so.
+        q, k, v = (x if x.stride(3) == 1 else x.contiguous() for x in (q, k, v))
         # A window that hides nothing would exclude the backends without windows.
         if window is not None and layout.consecutive and window >= layout.key_length:
             window = None

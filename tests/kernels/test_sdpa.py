@@ -10,12 +10,14 @@ import pytest
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from ctxext.kernels import Layout, Need
+from ctxext.kernels import Call, Layout, Need
+from ctxext.kernels.pieces import TurnedPiece, attend_pieces
 from ctxext.kernels.reference import Reference
 from ctxext.kernels.sdpa import Sdpa, kernel_order
+from ctxext.methods.remap import Band
 from tests._products import pairwise
 from tests._programs import ROOT, ran
-from tests.kernels.cases import HEADS, LAYOUTS, N, case, error, naive, truth
+from tests.kernels.cases import HEAD_DIM, HEADS, KV_HEADS, LAYOUTS, N, case, error, naive, truth
 
 FORMS = {"blocks": Sdpa(block_overhead=0, dense_rows=0), "mask": Sdpa(1 << 60, 0), "dense": Sdpa(0, 1 << 60)}
 SLOPES = torch.tensor([0.5, 0.25])
@@ -30,6 +32,23 @@ def test_every_form_is_right_wherever_it_is_taken(layout: str, how: tuple[str, b
     found = [out.detach(), *torch.autograd.grad(out, inputs, one.grad)]
     for ours, exact, plain in zip(found, truth(one), naive(one), strict=True):
         assert error(ours, exact) <= 2 * error(plain, exact) if exact.norm() else ours.norm() == 0
+
+
+@pytest.mark.parametrize("layout", ["decode", "chunked prefill", "causal", "both ways"])
+@pytest.mark.parametrize("biased", [True, False])
+@pytest.mark.parametrize("transposed", [True, False])
+def test_any_order_in_memory_is_right(transposed: bool, biased: bool, layout: str) -> None:
+    """torch's kernels read the numbers of a head side by side, wherever these lie."""
+    where, slopes = LAYOUTS[layout](), torch.rand(HEADS) if biased else None
+    shapes = [(HEADS, where.query_length), *[(KV_HEADS, where.key_length)] * 2]
+    plain = [torch.randn(where.batch, *shape, HEAD_DIM) for shape in shapes]
+    stored = [x.mT.contiguous().mT if transposed else x.repeat_interleave(2, 3)[..., ::2] for x in plain]
+    right = Reference()(*plain, where, scale=0.1, slopes=slopes)
+    torch.testing.assert_close(Sdpa()(*stored, where, scale=0.1, slopes=slopes), right, rtol=0, atol=1e-5)
+    if not biased and where.sees == "past":
+        one = (TurnedPiece(Band(), None, None),)
+        call = Call.of(*stored, where, scale=0.1, lse=True)
+        torch.testing.assert_close(attend_pieces(Sdpa(), call, one), right, rtol=0, atol=1e-5)
 
 
 def _tensors(length: int, heads: int = 2) -> list[torch.Tensor]:
