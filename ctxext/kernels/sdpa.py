@@ -162,6 +162,7 @@ class Sdpa(AttentionBackend):
             tensors = (grad.to(q.dtype), q, k, v, out.to(q.dtype))
             return _flash_backward(tensors, lse, rule)
         hidden = None if rule.mask is None else _as_bias(rule.mask, q)
+        lse = lse.masked_fill(lse == -torch.inf, torch.inf)  # a query that sees nothing has no weights
         grads: tuple[Tensor, Tensor, Tensor] = aten._scaled_dot_product_flash_attention_for_cpu_backward(
             grad.to(q.dtype), q, k, v, out.to(q.dtype), lse, 0.0, rule.causal, attn_mask=hidden, scale=rule.scale
         )
