@@ -354,12 +354,14 @@ class Layout:
         """
         if self.external_causality:
             raise InvalidParameterError("This layout is a shard: its engine decides the visible pairs. Use Layout.of.")
-        distance = self.distances(queries=queries)
-        seen = distance >= 0
+        rows = slice(None) if queries is None else queries
+        keys, places = self.key_positions[:, None, :], self.query_positions[:, rows, None]
+        reach = 1 << 40 if window is None else window - 1
+        # Borders of each query, as distances of all pairs would take eight bytes each.
+        seen = keys <= (places + reach if self.sees == "both" else places)
         if window is not None:
-            seen = seen & (distance < window)
+            seen = seen & (keys >= places - reach)
         if self.query_documents is not None and self.key_documents is not None:
-            rows = slice(None) if queries is None else queries
             same = self.query_documents[:, rows, None] == self.key_documents[:, None, :]
             seen = seen & same & (self.key_documents >= 0)[:, None, :]
         return seen

@@ -188,12 +188,13 @@ def error(found: Tensor, right: Tensor) -> float:
 
 
 class Largest(TorchDispatchMode):
-    """Numbers in the largest tensor that an operation returned."""
+    """Numbers in the largest tensor that an operation returned, and the bytes of the one with most."""
 
-    numbers = 0
+    numbers = bytes = 0
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = function(*args, **(kwargs or {}))
         tensors = [x for x in tree_leaves(result) if isinstance(x, Tensor)]
         self.numbers = max([self.numbers, *(x.untyped_storage().nbytes() // x.itemsize for x in tensors)])
+        self.bytes = max([self.bytes, *(x.untyped_storage().nbytes() for x in tensors)])
         return result

@@ -8,7 +8,7 @@ import torch
 from ctxext.errors import InvalidParameterError
 from ctxext.kernels import Layout
 from ctxext.kernels.layout import Span
-from tests.kernels.cases import LAYOUTS
+from tests.kernels.cases import LAYOUTS, Largest
 
 KEEP = torch.tensor([[False, True, True, True], [True, True, False, False]])
 
@@ -58,6 +58,20 @@ def test_full_rows_are_one_span() -> None:
 
 def test_a_window_hides_the_far() -> None:
     assert Layout.causal(1, 4).visible(2)[0].int().tolist() == [[1, 0, 0, 0], [1, 1, 0, 0], [0, 1, 1, 0], [0, 0, 1, 1]]
+
+
+@pytest.mark.parametrize("window", [None, 1, 9, 500])
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_visible_pairs_take_a_byte_each(name: str, window: int | None) -> None:
+    """And are those within the window, by their distance."""
+    layout = LAYOUTS[name]()
+    with Largest() as largest:
+        seen = layout.visible(window)
+    assert largest.bytes <= max(seen.numel(), 8 * layout.key_positions.numel())
+    distance = layout.distances()
+    queries, keys = (torch.zeros(1, 1) if x is None else x for x in (layout.query_documents, layout.key_documents))
+    same = (queries[:, :, None] == keys[:, None]) & (keys[:, None] >= 0)
+    assert torch.equal(seen, same & (distance >= 0) & (distance < (window or 10**6)))
 
 
 def test_unanalysed_layouts_see_the_same() -> None:
