@@ -330,10 +330,11 @@ def _require_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
         raise InvalidParameterError(f"The number of key heads must divide that of query heads, found {shapes}.")
     if 0 in q.shape or 0 in k.shape or 0 in v.shape:
         raise InvalidParameterError(f"q, k and v must not be empty, found {shapes}.")
-    if not q.is_floating_point() or not (q.dtype == k.dtype == v.dtype) or not (q.device == k.device == v.device):
+    is_number = q.is_floating_point() and q.dtype.itemsize > 1
+    if not is_number or not (q.dtype == k.dtype == v.dtype) or not (q.device == k.device == v.device):
         raise InvalidParameterError(
-            f"q, k and v must share a floating dtype and a device, found {q.dtype}/{k.dtype}/{v.dtype} on "
-            f"{q.device}/{k.device}/{v.device}."
+            f"q, k and v must share a device and a floating dtype of 16 bits or more, found "
+            f"{q.dtype}/{k.dtype}/{v.dtype} on {q.device}/{k.device}/{v.device}."
         )
 
 
@@ -356,14 +357,14 @@ def _require_arguments(
         )
     if layout.query_positions.device != q.device:
         raise InvalidParameterError(f"The layout is on {layout.query_positions.device}, q on {q.device}.")
-    if not scale > 0:
-        raise InvalidParameterError(f"scale must be above 0, found {scale}.")
+    if not 0 < scale < torch.inf:
+        raise InvalidParameterError(f"scale must be above 0 and finite, found {scale}.")
     if window is not None and window < 1:
         raise InvalidParameterError(f"window must be at least 1 token, found {window}.")
     if not 0 <= dropout < 1:
         raise InvalidParameterError(f"dropout must be in [0, 1), found {dropout}.")
-    if softcap is not None and not softcap > 0:
-        raise InvalidParameterError(f"softcap must be above 0, found {softcap}.")
+    if softcap is not None and not 0 < softcap < torch.inf:
+        raise InvalidParameterError(f"softcap must be above 0 and finite, found {softcap}.")
     if slopes is None:
         return
     if slopes.shape != (q.shape[1],) or slopes.dtype not in (torch.float32, torch.float64):

@@ -137,15 +137,19 @@ class Layout:
 
         Args:
             lengths: tokens per document, each at least 1 (the differences of ``cu_seqlens``).
-            queries: queries per document, its newest tokens; None for all.
+            queries: queries per document, its newest tokens, at least 1; None for all.
             keys: keys per document, its newest tokens, at least as many as its queries; None for all.
 
         Raises:
-            InvalidParameterError: if a document is empty, or none is given.
+            InvalidParameterError: if a document or its queries are empty, none is given, or the counts do not fit.
         """
         if not lengths or min(lengths) < 1:
             raise InvalidParameterError(f"lengths must be at least one positive integer each, found {list(lengths)}.")
         counts = [list(lengths if side is None else side) for side in (queries, keys)]
+        alike = len(lengths) == len(counts[0]) == len(counts[1])
+        if not alike or not all(0 < q <= k <= n for q, k, n in zip(*counts, lengths, strict=True)):
+            found = f"found {counts[0]}, {counts[1]}, {list(lengths)}"
+            raise InvalidParameterError(f"Each document needs 0 < queries <= keys <= length, {found}.")
 
         def tokens(counts: list[int]) -> tuple[Tensor, Tensor]:
             """Return positions and documents of the newest tokens of each document."""
@@ -205,10 +209,11 @@ class Layout:
                 once (a few bytes per token). Never done while compiling.
 
         Raises:
-            InvalidParameterError: if a shape does not fit, a dtype is not an integer, a token's position is negative,
-                or two tokens of one document have the same position.
+            InvalidParameterError: if a shape does not fit, a dtype is no signed integer, a token's position is
+                negative, or two tokens of one document have the same position.
         """
         _require_shapes(query_positions, key_positions, query_documents, key_documents)
+        query_positions, key_positions = query_positions.long(), key_positions.long()  # a sum may pass 32 bits
         spans, consecutive = None, False
         if analyse and not torch.compiler.is_compiling():
             qp, kp = query_positions.cpu(), key_positions.cpu()
@@ -403,8 +408,8 @@ def _require_shapes(qp: Tensor, kp: Tensor, qd: Tensor | None, kd: Tensor | None
     for name, tensor in named.items():
         if tensor is None:
             continue
-        if tensor.dtype == torch.bool or tensor.is_floating_point() or tensor.is_complex():
-            raise InvalidParameterError(f"{name} must be an integer tensor, found {tensor.dtype}.")
+        if not tensor.dtype.is_signed or tensor.is_floating_point() or tensor.is_complex():
+            raise InvalidParameterError(f"{name} must be a tensor of signed integers, found {tensor.dtype}.")
         like = qp if name.startswith("query") else kp
         if tensor.ndim != 2 or tensor.shape != like.shape or tensor.shape[0] != qp.shape[0]:
             raise InvalidParameterError(

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
-from ctxext.errors import BackendUnavailableError, UnknownNameError
-from ctxext.kernels import BACKENDS, PREFERENCE, Need, select
+from ctxext.errors import BackendUnavailableError, InvalidParameterError, UnknownNameError
+from ctxext.kernels import BACKENDS, PREFERENCE, Call, Need, select
 from ctxext.kernels.flash import INSTALLED
 
 HOPPER = Need(device="cuda", capability=(9, 0), dtype=torch.bfloat16, biased=True)
@@ -82,3 +83,19 @@ def test_soft_caps_go_to_the_first_that_has_them(monkeypatch: pytest.MonkeyPatch
 def test_a_named_backend_never_falls_back(name: str, need: Need, error: type[Exception], said: str) -> None:
     with pytest.raises(error, match=said):
         select(name, need)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "how", "said"),
+    [
+        (torch.float32, {"scale": math.inf}, "scale must be above 0 and finite, found inf"),
+        (torch.float32, {"scale": math.nan}, "scale must be above 0 and finite, found nan"),
+        (torch.float32, {"scale": 1.0, "softcap": math.inf}, "softcap must be above 0 and finite, found inf"),
+        (torch.float8_e4m3fn, {"scale": 1.0}, "of 16 bits or more"),
+        (torch.float8_e5m2, {"scale": 1.0}, "of 16 bits or more"),
+    ],
+)
+def test_numbers_that_give_none_are_refused(dtype: torch.dtype, how: dict[str, Any], said: str) -> None:
+    q = torch.ones(1, 1, 2, 8).to(dtype)
+    with pytest.raises(InvalidParameterError, match=said):
+        Call.of(q, q, q, **how)

@@ -98,9 +98,13 @@ POSITIONS = torch.arange(4)[None]
         (lambda: Layout.of(POSITIONS, torch.tensor([[0, 1, 1, 2]])), "key position 1 occurs twice in document 0"),
         (
             lambda: Layout.of(POSITIONS.float(), POSITIONS),
-            "query_positions must be an integer tensor, found torch.float32",
+            "query_positions must be a tensor of signed integers, found torch.float32",
         ),
-        (lambda: Layout.of(POSITIONS, POSITIONS > 1), "key_positions must be an integer tensor, found torch.bool"),
+        (
+            lambda: Layout.of(POSITIONS, POSITIONS > 1),
+            "key_positions must be a tensor of signed integers, found torch.bool",
+        ),
+        (lambda: Layout.of(POSITIONS, POSITIONS.to(torch.uint8)), "signed integers, found torch.uint8"),
         (lambda: Layout.of(POSITIONS[0], POSITIONS), "query_positions must be \\[batch, query\\]"),
         (lambda: Layout.of(POSITIONS, POSITIONS.expand(2, 4)), "key_positions must be \\[batch, key\\]"),
         (lambda: Layout.of(POSITIONS, POSITIONS, POSITIONS), "for both queries and keys, or for neither"),
@@ -110,6 +114,10 @@ POSITIONS = torch.arange(4)[None]
         (lambda: Layout.padded(KEEP, query=5), "query must be between 1 and the number of keys 4, found 5"),
         (lambda: Layout.packed([3, 0]), "at least one positive integer each"),
         (lambda: Layout.packed([]), "at least one positive integer each"),
+        (lambda: Layout.packed([3], keys=[5]), r"found \[3\], \[5\], \[3\]"),
+        (lambda: Layout.packed([3], queries=[3], keys=[2]), r"found \[3\], \[2\], \[3\]"),
+        (lambda: Layout.packed([3, 2], queries=[0, 1]), "0 < queries"),
+        (lambda: Layout.packed([3, 2], queries=[1]), "0 < queries"),
         (lambda: Layout.causal(1, 5, 4), "found 4 for 5"),
         (lambda: Layout.cached(1, 2, 8, filled=9), "found 2, 9, 8"),
         (lambda: Layout.shard(POSITIONS).visible(), "its engine decides"),
@@ -120,6 +128,14 @@ POSITIONS = torch.arange(4)[None]
 def test_refuses(call, match: str) -> None:
     with pytest.raises(InvalidParameterError, match=match):
         call()
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.int16, torch.int32])
+def test_narrow_positions_are_positions(dtype: torch.dtype) -> None:
+    order = torch.tensor([[0, 2, 1, 3, 127]])
+    narrow, wide = (Layout.of(at, at, at * 0 + 100, at * 0 + 100) for at in (order.to(dtype), order))
+    assert torch.equal(narrow.both_ways.visible(), wide.both_ways.visible())
+    assert torch.equal(narrow.places(), wide.places())
 
 
 def test_the_same_position_in_two_documents_is_fine() -> None:
