@@ -145,10 +145,10 @@ def _why_not_own(by: RemapAttend, layer: LayerCall, held: HeldLayer | None) -> s
 def _why_not_step(by: RemapAttend, layer: LayerCall, held: HeldLayer | None) -> str | None:
     if (reason := why_no_step(layer.q, layer.k)) is not None:
         return reason
+    if layer.dropout or layer.mask.layout.sees != by.far.sees:
+        return "attention in pieces refuses it"
     if not torch.compiler.is_compiling():
         return why_no_kernel(layer.q, by.pieces)
-    if layer.dropout or layer.mask.layout.sees != by.far.sees:
-        return "it is refused, outside of the graph"
     cache = None if current.call is None else current.call.cache
     return None if getattr(cache, "is_compileable", True) else "a growing cache rotates and drops keys"
 

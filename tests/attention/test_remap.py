@@ -6,6 +6,7 @@ all of this for nothing.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from dataclasses import replace
 from pathlib import Path
@@ -33,6 +34,7 @@ from ctxext.training.sequences import require_separate
 from tests._models import logits, tiny, tokens
 from tests._products import some
 from tests._remap import dense, relative_positions, spec_of
+from tests.referee.twin import on_a_gpu
 from tests.walk.tiny import TRAINED_LENGTH
 
 REMAPS = {name: cls for name, cls in METHODS.items() if issubclass(cls, RemapMethod)}
@@ -392,8 +394,14 @@ def test_it_extends_what_a_scaled_checkpoint_was_trained_with() -> None:
     assert torch.equal(model.model.rotary_emb.inv_freq, plain.model.rotary_emb.inv_freq)
 
 
-def test_training_with_dropout_is_refused() -> None:
-    model = ctxext.patch(tiny(attention_dropout=0.1), DualChunk(factor=2)).train()
+@pytest.mark.parametrize("engine", [contextlib.nullcontext, on_a_gpu])
+def test_training_with_dropout_is_refused(engine: Any) -> None:
+    """Also of a few tokens on a GPU, whose kernel has no dropout either."""
+    model = ctxext.patch(tiny(attention_dropout=0.1), DualChunk(factor=2)).eval()
+    with engine(), torch.no_grad():
+        cache = model(tokens(100)).past_key_values
+        with pytest.raises(IncompatibleError, match=r"no dropout, found 0\.1"):
+            model.train()(tokens(1), past_key_values=cache)
     with pytest.raises(IncompatibleError, match=r"no dropout, found 0\.1"):
         model(tokens(70))
 
