@@ -477,7 +477,7 @@ def put_adapter(
     reader = outer if adapted is None else adapted
     # Only now do the names of PEFT's layers exist to compare with the file's; a bad adapter is taken out again.
     if (unreached := _unreached(reader, adapter.directory, name)) is not None:
-        (reader.unload if adapted is None else functools.partial(reader.delete_adapter, name))()
+        take_out(reader, name, is_last=adapted is None)
         raise CheckpointError(
             f"The adapter in {adapter.directory} does not fit this {type(base).__name__}: {unreached}. Give the base "
             f"that it was trained on, or mend {ADAPTER_FILE}."
@@ -490,6 +490,14 @@ def put_adapter(
             known[key].requires_grad_()
     keep_extension(subject, edits)
     return outer
+
+
+def take_out(model: Any, name: str, *, is_last: bool) -> None:
+    """Take an adapter out of a PEFT model, with its layers; a learned prompt has put none into the model inside."""
+    if not is_last:
+        model.delete_adapter(name)
+    elif hasattr(model, "unload"):
+        model.unload()
 
 
 def _require_sizes(base: nn.Module, directory: Path) -> None:

@@ -22,6 +22,7 @@ from ctxext.checkpoints.adapters import (
     is_adapter,
     put_adapter,
     read_extension,
+    take_out,
 )
 from ctxext.checkpoints.classes import config_of, meta_model, model_class
 from ctxext.checkpoints.encodings import encoding_weights
@@ -208,10 +209,8 @@ def load(
         try:
             return extend(plain, arguments)
         except CtxextError:
-            if plain is base:  # a PEFT model, which gained one more adapter
-                plain.delete_adapter(loading.get("adapter_name", "default"))
-            elif isinstance(base, nn.Module):
-                plain.unload()
+            if isinstance(base, nn.Module):
+                take_out(plain, loading.get("adapter_name", "default"), is_last=plain is not base)
             raise
     _refuse_base(base, place)
     return _extended(place, arguments, loading, auto_class)

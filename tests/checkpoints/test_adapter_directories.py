@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from peft import LoraConfig, PeftModel, get_peft_model
+from peft import LoraConfig, PeftModel, PromptTuningConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 
 import ctxext
@@ -17,7 +18,7 @@ from ctxext.checkpoints.export import export
 from ctxext.checkpoints.inspect import inspect_adapter, inspect_checkpoint
 from ctxext.checkpoints.load import load_saved
 from ctxext.checkpoints.write import patch_checkpoint
-from ctxext.errors import CheckpointError
+from ctxext.errors import CheckpointError, InvalidParameterError
 from ctxext.measuring.checkpoint import load_checkpoint
 from tests._checkpoints import rewrite
 from tests._models import logits, tiny, tokens
@@ -131,6 +132,21 @@ def test_whole_weights_of_another_size_leave_a_model_as_it_is(saved: str, tmp_pa
     assert [key for key, _ in model.named_modules()] == names
     model.resize_token_embeddings(size)
     assert isinstance(load_saved(place, plain_class=True, base=model), PeftModel)
+
+
+@pytest.mark.parametrize("config", [LoraConfig(target_modules=["q_proj"]), PromptTuningConfig(num_virtual_tokens=4)])
+@pytest.mark.parametrize("is_adapted", [False, True])
+def test_a_method_that_is_refused_leaves_the_base_in_memory_as_it_was(
+    config: Any, is_adapted: bool, tmp_path: Path
+) -> None:
+    config.task_type = "CAUSAL_LM"
+    get_peft_model(tiny(), config).save_pretrained(tmp_path)
+    base: Any = get_peft_model(tiny(), copy.deepcopy(config)) if is_adapted else tiny()
+    names = [key for key, _ in base.named_modules()]
+    for _ in range(2):
+        with pytest.raises(InvalidParameterError, match="how far to reach"):
+            ctxext.load(tmp_path, "yarn", base=base, adapter_name="second")
+        assert [key for key, _ in base.named_modules()] == names
 
 
 @pytest.mark.parametrize(("trained", "given"), [(2, 3), (3, 2)])
