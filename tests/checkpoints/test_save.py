@@ -57,6 +57,19 @@ def test_a_second_save_of_the_same_kind_and_a_link_that_leads_nowhere(tmp_path: 
         ctxext.save(whole(), tmp_path / "link")
 
 
+@pytest.mark.parametrize("method", ["iterdir", "mkdir"])
+def test_a_folder_that_is_closed_to_the_user_is_refused_in_a_sentence(
+    method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def closed(*_: Any, **__: Any) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    model = whole()
+    monkeypatch.setattr(Path, method, closed)
+    with pytest.raises(CheckpointError, match="Could not save to .*: Permission denied"):
+        ctxext.save(model, tmp_path)
+
+
 @pytest.mark.slow
 def test_a_file_in_the_place_of_an_adapter_s_folder_costs_nothing(tmp_path: Path) -> None:
     model = adapted()
