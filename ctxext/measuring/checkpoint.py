@@ -83,7 +83,7 @@ class Checkpoint:
         subject, tokens = self.subject, self.subject.ordinary_tokens
         if subject.model.training or subject.config.is_encoder_decoder:  # refused by those who measure
             return False
-        texts = tokens[torch.tensor([[-2, -3, -4, -5], [-2, -3, -4, -1]])].to(next(self.model.parameters()).device)
+        texts = tokens[torch.tensor([[-2, -1, -2, -2], [-2, -1, -2, -1]])].to(next(self.model.parameters()).device)
         with torch.no_grad():
             read = [self.model(input_ids=text[None], use_cache=False, return_dict=True).logits for text in texts]
         change = (read[0] - read[1]).float().abs().amax((0, 2))

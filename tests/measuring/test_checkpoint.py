@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, BertLMHeadModel
 
 from ctxext.errors import IncompatibleError
 from ctxext.measuring.checkpoint import Checkpoint
 from tests._checkpoints import rain, save_with_tokenizer
-from tests._models import tiny
+from tests._models import bert, tiny
 from tests._programs import command
 from tests._tokenizer import BYTES_AFTER_BOS
 from tests.walk.tiny import tiny_config
@@ -45,6 +45,12 @@ def test_a_model_that_sees_later_tokens_is_told_from_one_that_does_not(family: s
     if family in AHEAD:
         with pytest.raises(IncompatibleError, match=r"reads to both sides.* ctxext eval masked"):
             checkpoint.require_causal()
+
+
+def test_a_vocabulary_of_two_tells_it_too() -> None:
+    none = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
+    models = bert(BertLMHeadModel, vocab_size=2, pad_token_id=None), tiny(vocab_size=2, **none)
+    assert [Checkpoint("tiny", model, BYTES_AFTER_BOS).reads_ahead for model in models] == [True, False]
 
 
 @pytest.mark.parametrize("family", ["xlm", "bert"])
