@@ -66,7 +66,7 @@ def test_a_folder_that_is_closed_to_the_user_is_refused_in_a_sentence(
 
     model = whole()
     monkeypatch.setattr(Path, method, closed)
-    with pytest.raises(CheckpointError, match="Could not save to .*: Permission denied"):
+    with pytest.raises(CheckpointError, match=r"Could not save to .*: Permission denied"):
         ctxext.save(model, tmp_path)
 
 
