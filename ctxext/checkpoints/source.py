@@ -63,7 +63,7 @@ class Contents:
     """The files of a checkpoint directory, sorted: weights and small files, and what an extended copy leaves out.
 
     ``tensors`` holds the tensors of each weight file on the meta device, without numbers; ``named`` the files that the
-    model is read from.
+    model is read from, by an index; ``unexpected`` the tensors in them that the model does not have.
     """
 
     weights: list[Path] = field(default_factory=list)
@@ -71,23 +71,32 @@ class Contents:
     others: list[Path] = field(default_factory=list)
     left_out: list[str] = field(default_factory=list)
     tensors: dict[str, NamedTensors] = field(default_factory=dict)
+    unexpected: set[str] = field(default_factory=set)
+
+    @property
+    def read(self) -> set[str]:
+        """The names of the weight files that the model is read from."""
+        return self.named | ({WHOLE} & self.tensors.keys()) or {*self.tensors}
 
     @property
     def stored(self) -> NamedTensors:
         """The tensors that transformers reads: of one file, if it has the name of all weights."""
-        whole = self.tensors.get(WHOLE)
-        return whole or {name: tensor for tensors in self.tensors.values() for name, tensor in tensors.items()}
+        files = [WHOLE] if WHOLE in self.tensors else sorted(self.read)
+        return {name: tensor for file in files for name, tensor in self.tensors[file].items()}
 
     @property
     def unread(self) -> list[Path]:
-        """The weight files that the model is not read from, such as the weights of a part that another program adds."""
-        read = self.named | ({WHOLE} & self.tensors.keys())
-        return [path for path in self.weights if read and path.name not in read]
+        """The weight files of parts that another program adds; copies of the model in another dtype are none."""
+        stored = self.stored.keys()
+        return [
+            path for path in self.weights if path.name not in self.read and not self.tensors[path.name].keys() & stored
+        ]
 
     @property
     def dtype(self) -> torch.dtype:
-        """The narrowest dtype that rounds no weight which transformers reads."""
-        floating = {tensor.dtype for tensor in self.stored.values() if tensor.is_floating_point()}
+        """The narrowest dtype that rounds no weight which the model has."""
+        kept = (tensor for name, tensor in self.stored.items() if name not in self.unexpected)
+        floating = {tensor.dtype for tensor in kept if tensor.is_floating_point()}
         return functools.reduce(torch.promote_types, floating) if floating else torch.float32
 
 

@@ -288,6 +288,7 @@ def _refuse_unfit(source: Path, config: Any, contents: Contents, trust_remote_co
                 weight_mapping=get_model_conversion_mapping(model),
             )
             report, _ = model._load_pretrained_model(model, contents.stored, None, how)
+            contents.unexpected = {*report.unexpected_keys}  # the next line leaves old buffers out, as inv_freq
             model._finalize_model_loading(model, how, report)
         refuse_unfit(source, model, report.to_dict(), contents.stored)
 
@@ -317,6 +318,7 @@ def _write_weights(
     """
     load(source, method, dtype=contents.dtype, **arguments).save_pretrained(target)
     contents.others = [path for path in contents.others if not path.name.endswith(".safetensors.index.json")]
+    contents.left_out += sorted(contents.tensors.keys() - contents.read - {path.name for path in contents.unread})
 
 
 def _write_small_files(source: Path, target: Path, contents: Contents, extended: Any) -> tuple[list[str], list[str]]:

@@ -237,6 +237,20 @@ def test_weights_that_are_written_anew_keep_their_dtype_and_what_lies_beside_the
     assert written.copied + written.cloned == 1
 
 
+@pytest.mark.parametrize("form", ["whole", "shards"])
+def test_weights_that_are_written_anew_follow_what_the_model_reads_and_no_copy_of_it(form: str, tmp_path: Path) -> None:
+    source, size = tmp_path / "source", "20KB" if form == "shards" else "1GB"
+    bert(BertModel).half().save_pretrained(source, max_shard_size=size)
+    bert(BertModel).save_pretrained(source, variant="fp32")
+    name = max(path.name for path in source.glob("model*.safetensors") if "fp32" not in path.name)
+    unread = {"encoder.layer.0.attention.self.rotary_emb.inv_freq": torch.ones(8)}  # as in early copies of LLaMA
+    save_file(load_file(source / name) | unread, source / name, {"format": "pt"})
+    written = patch_checkpoint(source, tmp_path / "long", "tile", factor=2)
+    weights = [tensor for path in written.directory.glob("*.safetensors") for tensor in load_file(path).values()]
+    assert {weight.dtype for weight in weights} == {torch.float16}
+    assert "model.fp32.safetensors" in written.left_out
+
+
 @pytest.mark.slow
 def test_a_draft_follows_a_choice_and_a_method_object(llama: Path, tmp_path: Path) -> None:
     chosen = YaRN(factor=2.0, beta_fast=16.0)
