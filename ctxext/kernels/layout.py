@@ -306,7 +306,9 @@ class Layout:
             )
         qp, kp, qd, kd = self._each(lambda part: part.flip(1))
         last = kp.amax(1, keepdim=True) if kd is None else torch.where(kd >= 0, kp, 0).amax(1, keepdim=True)
-        qp, kp = (last - part if qd is None else torch.where(qd >= 0, last - part, 0) for part in (qp, kp))
+        qp, kp = (
+            last - part if of is None else torch.where(of >= 0, last - part, 0) for part, of in ((qp, qd), (kp, kd))
+        )
         stop = self.key_length
         spans = None
         if self.spans is not None and all(query == key for _, query, key in self.spans):

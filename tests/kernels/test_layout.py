@@ -130,6 +130,12 @@ def test_refuses(call, match: str) -> None:
         call()
 
 
+def test_padding_of_queries_alone_moves_no_key_of_a_mirrored_layout() -> None:
+    layout = Layout.of(POSITIONS, POSITIONS, torch.tensor([[0, -1, 0, 0]]), torch.zeros_like(POSITIONS))
+    later = (POSITIONS[0, :, None] <= POSITIONS) & torch.tensor([[True], [False], [True], [True]])
+    assert torch.equal(layout.mirrored.visible()[0].flip(0, 1), later)
+
+
 @pytest.mark.parametrize("dtype", [torch.int8, torch.int16, torch.int32])
 def test_narrow_positions_are_positions(dtype: torch.dtype) -> None:
     order = torch.tensor([[0, 2, 1, 3, 127]])
