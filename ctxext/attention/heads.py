@@ -206,8 +206,12 @@ def heads(model: Any, tokenizer: Any = None, *, text: str | None = None, seeds: 
     its greatest attention is on that token. Counted here is the attention itself, and that to the token before; the
     answer is given and not sampled. The name induction comes from Olsson et al., arXiv:2209.11895.
     """
-    if not isinstance(seeds, Sequence) or not seeds or any(type(seed) is not int for seed in seeds):
-        raise InvalidParameterError(f"seeds must be whole numbers, such as (0, 1), found {shown(seeds)}.")
+    if (
+        not isinstance(seeds, Sequence)
+        or not seeds
+        or any(type(seed) is not int or not -(2**63) <= seed < 2**64 for seed in seeds)
+    ):
+        raise InvalidParameterError(f"seeds must be whole numbers of 64 bits, such as (0, 1), found {shown(seeds)}.")
     if text is not None and tokenizer is None:
         raise InvalidParameterError("A text needs the model's tokenizer. Give both, or neither.")
     subject = Subject.of(model)
