@@ -146,6 +146,8 @@ class Data(Section):
             raise ValueError("retrieval needs one text in a sequence: choose other positions than packed")
         if self.retrieval and self.masked:
             raise ValueError("retrieval asks what comes next, which masked does not: leave out one of them")
+        if self.retrieval_kinds != list(RETRIEVAL) and not self.retrieval:
+            raise ValueError("retrieval_kinds needs retrieval")
         return self
 
 
@@ -288,9 +290,12 @@ class Evaluation(Section):
     passkey_trials: Count = 1
 
     @model_validator(mode="after")
-    def _window_among_lengths(self) -> Evaluation:
-        if self.window is not None and not self.lengths:
-            raise ValueError("window needs lengths")
+    def _of_something(self) -> Evaluation:
+        of_text = dict.fromkeys(("split", "column", "documents", "skip", "lengths"), "text")
+        of_passkeys = dict.fromkeys(("passkey_depths", "passkey_trials"), "passkey_lengths")
+        for name, needed in (of_text | {"window": "lengths"} | of_passkeys).items():
+            if getattr(self, name) != type(self).model_fields[name].default and not getattr(self, needed):
+                raise ValueError(f"{name} needs {needed}")
         return self
 
 
@@ -359,6 +364,8 @@ class Settings(Section):
             yield "a weight decay shrinks the rows that are to stay, too: set training.weight_decay to 0"
         if self.table is not None and self.quantisation:
             yield "quantisation is for adapters: leave out table or quantisation"
+        if self.training.embedding_learning_rate and (self.table or not self.lora.embeddings):
+            yield "training.embedding_learning_rate needs a trained embedding: lora.embeddings true, and no table"
         if data.masked is not None and data.positions == "packed":
             yield "masked language models do not keep packed documents apart: choose other data.positions"
         if data.masked is not None and (self.quantisation or not is_safetensors):

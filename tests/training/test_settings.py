@@ -59,12 +59,12 @@ def test_file_and_command_line(read: Any) -> None:
 def test_a_list_may_be_given_in_several_options(read: Any) -> None:
     """As every repeatable option of the command line; the one that came last used to be all that was trained on."""
     settings = read(
-        "--data.train", "a", "--data.train=b", "--train", "c", "d", "--lengths", "[8, 16]", "--lengths", "32"
+        "--data.train", "a", "--data.train=b", "--train", "c", "d", "--lengths", "[8, 16]", "--lengths", "32", "--text", "e"
     )
     assert settings.data.train == ["a", "b", "c", "d"]
     assert settings.evaluation.lengths == [8, 16, 32]
-    assert read("--train", "a", text=FILE + "evaluation: {lengths: [2]}").evaluation.lengths == [2]
-    changed = read("--train", "a", "--lengths", "3", text=FILE + "evaluation: {lengths: [2]}")
+    assert read("--train", "a", text=FILE + "evaluation: {text: b, lengths: [2]}").evaluation.lengths == [2]
+    changed = read("--train", "a", "--lengths", "3", text=FILE + "evaluation: {text: b, lengths: [2]}")
     assert changed.evaluation.lengths == [3], "the command line takes the place of the file"
     stage = "[{steps: 1, length: 64, factor: 2}]"
     assert len(read("--train", "a", "--stages", stage, "--stages", stage).stages) == 2
@@ -153,6 +153,13 @@ REFUSED: dict[type[Exception], list[tuple[list[str], str]]] = {
         ),
         ([*TRAIN, "--stages", "[{steps: 1}]"], "stages.0: give one of factor and target_length"),
         ([*TRAIN, "--window", "64"], "evaluation: window needs lengths"),
+        # Values without effect.
+        ([*TRAIN, "--lengths", "64"], "evaluation: lengths needs text"),
+        ([*TRAIN, "--evaluation.split", "test", "--passkey_lengths", "64"], "evaluation: split needs text"),
+        ([*TRAIN, "--passkey_depths", "0.5"], "evaluation: passkey_depths needs passkey_lengths"),
+        ([*TRAIN, "--retrieval_kinds", "keys"], "data: retrieval_kinds needs retrieval"),
+        ([*TRAIN, "--embeddings", "no", "--embedding_learning_rate", "1e-5"], "needs a trained embedding"),
+        ([*TRAIN, "--table", "whole", "--embedding_learning_rate", "1e-5"], "needs a trained embedding"),
     ],
 }
 
