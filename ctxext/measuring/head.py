@@ -8,6 +8,7 @@ replays slices of their output. The model itself is not touched.
 from __future__ import annotations
 
 import copy
+import inspect
 from typing import Any
 
 from torch import Tensor, nn
@@ -94,9 +95,14 @@ def shell_of(causal: PreTrainedModel) -> tuple[PreTrainedModel, Replay]:
         IncompatibleError: as in ``require_head``.
     """
     layers = require_head(causal)
-    replay = Replay(causal.get_submodule(layers))
+    base: Any = causal.get_submodule(layers)
+    if "decoder" in inspect.unwrap(type(causal).forward).__code__.co_names:  # as OPT's and BART's
+        holder, replay = _StandIn(base), Replay(base.decoder)
+        holder.decoder = replay
+    else:
+        holder = replay = Replay(base)
     shell = copy.copy(causal)
-    shell.__dict__["_modules"] = {**causal._modules, layers: replay}
+    shell.__dict__["_modules"] = {**causal._modules, layers: holder}
     # accelerate and others put a `forward` on the instance that is bound to the original module.
     shell.__dict__.pop("forward", None)
     return shell, replay

@@ -5,11 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import nn
+from transformers import AutoModelForCausalLM
 
 from ctxext.core.subject import Subject
 from ctxext.errors import InvalidParameterError
-from ctxext.measuring.forward import cached_tokens_for, check_positions, last_position
-from tests._models import TRAINED_LENGTH, tiny
+from ctxext.measuring.forward import cached_tokens_for, check_positions, last_position, logits_in_chunks
+from tests._models import TRAINED_LENGTH, logits, tiny, tokens
+from tests.walk.tiny import tiny_config, tiny_model
 
 ENDING = ("gpt2", "opt", "openai-gpt", "xlm", "ctrl", "codegen", "gptj", "mpt")
 
@@ -43,3 +45,11 @@ def test_the_last_position_is_the_last_that_a_model_reads(family: str) -> None:
 def test_a_budget_in_bytes_is_refused_without_attention(family: str) -> None:
     with pytest.raises(InvalidParameterError, match=rf"passes of a {family} cannot be estimated.* Leave --memory out"):
         cached_tokens_for(Subject.of(tiny(family)), 64, 10**9)
+
+
+@pytest.mark.parametrize("cached", [None, 16])
+@pytest.mark.parametrize("family", ["opt", "bart", "trocr", "gpt2"])
+def test_pieces_come_from_the_decoder_inside_a_base_model_too(family: str, cached: int | None) -> None:
+    model, ids = tiny_model(tiny_config(family), loader=AutoModelForCausalLM), tokens(40)
+    pieces = torch.cat([piece for _, piece in logits_in_chunks(model, ids, chunk=7, cached=cached)], dim=1)
+    torch.testing.assert_close(pieces, logits(model, ids), rtol=0, atol=1e-4)
