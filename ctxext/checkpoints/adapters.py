@@ -475,6 +475,7 @@ def put_adapter(
         outer = model
         _add_adapter(adapted, adapter, name, **arguments)
     reader = outer if adapted is None else adapted
+    keep_biases(reader)
     # Only now do the names of PEFT's layers exist to compare with the file's; a bad adapter is taken out again.
     if (unreached := _unreached(reader, adapter.directory, name)) is not None:
         take_out(reader, name, is_last=adapted is None)
@@ -498,6 +499,16 @@ def take_out(model: Any, name: str, *, is_last: bool) -> None:
         model.delete_adapter(name)
     elif hasattr(model, "unload"):
         model.unload()
+
+
+def keep_biases(adapted: nn.Module) -> None:
+    """Give trained heads that share an embedding's weights their biases, which PEFT leaves out of such layers."""
+    for module in adapted.modules():
+        bias = getattr(getattr(module, "original_module", None), "bias", None)
+        for trained in getattr(module, "modules_to_save", {}).values() if bias is not None else ():
+            if trained.bias is None:
+                del trained.bias
+                trained.register_buffer("bias", bias.detach())  # no parameter, which PEFT would train at will
 
 
 def _require_sizes(base: nn.Module, directory: Path) -> None:

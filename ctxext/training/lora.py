@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from ctxext.checkpoints.adapters import keep_extension, put_adapter, read_extension
+from ctxext.checkpoints.adapters import keep_biases, keep_extension, put_adapter, read_extension
 from ctxext.core.code import own_bases, source_of
 from ctxext.core.edits import Edits
 from ctxext.core.subject import Subject
@@ -122,6 +122,7 @@ def attach_lora(
     # The adapter of a plan has no memory either, as its model.
     with causal.device if causal.device.type == "meta" else contextlib.nullcontext():
         adapted = get_peft_model(model, config)
+    keep_biases(adapted)
     # For good: the model may be extended otherwise before it is saved.
     keep_extension(replace(subject, wrappers=(adapted, *subject.wrappers)), Edits())
     for module in adapted.modules():

@@ -22,7 +22,7 @@ def trained(model: Any, steps: int = 2) -> Any:
     model.train()
     for _ in range(steps):
         with torch.autocast("cpu", torch.bfloat16, enabled=model.get_base_model().dtype == torch.bfloat16):
-            model(tokens(rows=2), labels=tokens(rows=2), use_cache=False).loss.backward()
+            model(tokens(rows=2), labels=tokens(rows=2)).loss.backward()
         optimiser.step()
         optimiser.zero_grad()
     return model.eval()
@@ -56,6 +56,25 @@ def test_saved_and_merged_it_computes_what_was_trained(model_type: str, tied: bo
     same = {name for name in before if torch.equal(before[name], after[name])}
     biases = {f"{name}.bias" for name, module in loaded.named_modules() if isinstance(module, torch.nn.Linear)}
     assert same - biases == (set() if tied else {"lm_head.weight"})
+
+
+@pytest.mark.parametrize("model_type", ["modernbert", "bert", "roberta", "phi"])
+def test_the_bias_of_a_head_that_shares_the_embedding_stays(model_type: str, tmp_path: Path) -> None:
+    base = tiny(model_type, tie_word_embeddings=True)
+    base.get_output_embeddings().bias.data.normal_()
+    base.save_pretrained(tmp_path / "base")
+    ids, kind = tokens(), type(base)
+    model = attach_lora(ctxext.patch(base, "pi", factor=4), rank=4)
+    with model.disable_adapter():
+        plain = model(ids).logits
+    assert torch.equal(model(ids).logits, plain), "nothing is trained yet"
+    ours = trained(model)(ids).logits
+    ctxext.save(model, tmp_path / "adapter")
+    again = ctxext.load(tmp_path / "adapter", base=tmp_path / "base").eval()
+    assert torch.allclose(again(ids).logits, ours, atol=1e-4)
+    merged(model).save_pretrained(tmp_path / "merged")
+    for loader in (ctxext.load, kind.from_pretrained):
+        assert torch.allclose(loader(tmp_path / "merged").eval()(ids).logits, ours, atol=1e-4)
 
 
 def test_what_is_trained_is_float32_and_the_rest_computes_as_the_finished_model() -> None:
@@ -151,7 +170,7 @@ def test_experts_that_are_one_tensor_are_adapted_and_routers_are_not(model_type:
         and "lora_" not in n
         and n.rpartition(".base_layer")[0] not in {name.rpartition(".lora_B")[0] for name in names}
     ]
-    model(tokens(rows=2), labels=tokens(rows=2), use_cache=False).loss.backward()
+    model(tokens(rows=2), labels=tokens(rows=2)).loss.backward()
     assert not [name for name, weight in model.named_parameters() if name in names and not weight.grad.any()]
 
 
