@@ -323,7 +323,7 @@ class Settings(Section):
     checkpoint: str | None = None
     dtype: Literal["auto", "bf16", "fp32"] = "auto"
     output: str
-    seed: Natural = 0
+    seed: Annotated[int, Field(ge=0, lt=2**32)] = 0  # NumPy's
     merge: bool = False
     device: Literal["auto", "cpu", "cuda"] = "auto"
     quantisation: Literal["nf4"] | None = None
