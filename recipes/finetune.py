@@ -109,7 +109,9 @@ def finetune(settings: Settings, *, resume: bool = False) -> None:
     outline = load_base(settings, arguments.device, weights=False)
     tokenizer = outline.tokenizer
     documents = TokenisedDocuments.read(data.train, tokenizer, split=data.split, column=data.column, tokens=data.tokens)
-    sequences_of(settings, documents)
+    cut = sequences_of(settings, documents)
+    if data.retrieval:
+        RetrievalSequences(cut, tokenizer, share=1.0, kinds=data.retrieval_kinds, seed=settings.seed).require_room()
     BeforeAndAfter(outline, settings)
     if not method_class(extension.method).reads_weights(extension.parameters):
         try_stages(outline.model, settings)

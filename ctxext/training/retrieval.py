@@ -19,6 +19,7 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
+from ctxext.errors import InvalidParameterError
 from ctxext.texts.corpus import special_prefix, tokens_behind
 from ctxext.texts.haystack import inserted
 from ctxext.training.sequences import IGNORED, DerivedSequences, Item, Sequences
@@ -32,6 +33,7 @@ LOCKERS, CHAINS, LINKS = 4, 2, 3  # the most sentences of a kind in a sequence; 
 PASSAGE = (16, 64)  # tokens of a passage to repeat
 BEGINNING = 8  # first tokens of a repeated passage, which identify it and are not to be predicted
 MOST = 0.5  # share of a piece of text that insertions may replace
+TRIED = 64  # sequences that are looked at for room
 NEAR = 64  # tokens within which the end of a sentence is looked for
 ENDS = (".", "!", "?", "\u3002", "\uff01", "\uff1f", "\u061f", "\u06d4", "\u0964")  # Chinese, Arabic, Hindi too
 CLOSING = " \"'\u201d\u2019)\u00bb\u300d\u300f\uff09"  # what may stand behind them
@@ -63,6 +65,15 @@ class RetrievalSequences(DerivedSequences):
         self.tokenizer, self.share, self.kinds, self.seed = tokenizer, share, tuple(kinds), seed
         self.front = len(special_prefix(tokenizer))
         self._ends: dict[int, bool] = {}  # what was asked of tokens; a functools.cache could not be pickled
+
+    def require_room(self) -> None:
+        """Raise ``InvalidParameterError`` if none of the first sequences has room for what is drawn for it."""
+        first = range(min(len(self), TRIED))
+        if all(self._found(index, self.whole[index]) is None for index in first):
+            raise InvalidParameterError(
+                f"None of the first {len(first)} sequences has room for {' or '.join(self.kinds)} to find again; the "
+                f"first has {self.length_of(0):,} tokens. Raise data.length, or leave out data.retrieval."
+            )
 
     def __getitem__(self, index: int) -> Item:
         """Return an item of ``whole``, with something to find in its ``input_ids`` and ``labels``."""

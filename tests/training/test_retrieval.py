@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 import ctxext
+from ctxext.errors import InvalidParameterError
 from ctxext.training.documents import TokenisedDocuments
 from ctxext.training.retrieval import BEGINNING, RETRIEVAL, RetrievalSequences
 from ctxext.training.sequences import IGNORED, TrainingSequences
@@ -121,6 +122,15 @@ def test_a_sequence_too_short_for_it_stays_as_it_is(documents: TokenisedDocument
     found = RetrievalSequences(plain, tokenizer, share=1.0, seed=5)
     assert all(torch.equal(found[index]["labels"], plain[index]["labels"]) for index in range(20))
     assert not any("to find" in found.origin_of(index) for index in range(20)), "nothing is said to be there"
+    with pytest.raises(InvalidParameterError, match=r"None of the first 20 sequences has room for keys or copies"):
+        found.require_room()
+
+
+def test_a_run_whose_sequences_have_no_room_for_it_is_refused(settings: Any) -> None:
+    with pytest.raises(
+        InvalidParameterError, match=r"first has 32 tokens\. Raise data\.length, or leave out data\.ret"
+    ):
+        recipe.finetune(settings("--data.retrieval", "0.5"))
 
 
 def test_no_space_is_doubled_where_a_tokenizer_puts_one_before_what_it_is_given(tokenizer: Any) -> None:
@@ -158,7 +168,9 @@ def test_no_question_of_an_evaluation_is_trained_on(prose: TokenisedDocuments, t
 
 @pytest.mark.nightly
 def test_the_recipe_reads_them(settings: Any, tmp_path: Path) -> None:
-    recipe.finetune(settings("--data.retrieval", "0.5", "--training.steps", "2"))
+    recipe.finetune(
+        settings("--data.retrieval", "0.5", "--training.steps", "2", "--data.length", "250", "--factor", "4")
+    )
     report = json.loads((tmp_path / "run" / "run.json").read_text(encoding="utf-8"))
     assert "50% of the sequences, where there is room, hold keys, copies, chains to find again" in report["data"]
 
