@@ -504,7 +504,7 @@ def take_out(model: Any, name: str, *, is_last: bool) -> None:
 def keep_biases(adapted: nn.Module) -> None:
     """Give trained heads that share an embedding's weights their biases, which PEFT leaves out of such layers."""
     for module in adapted.modules():
-        bias = getattr(getattr(module, "original_module", None), "bias", None)
+        bias: Any = getattr(getattr(module, "original_module", None), "bias", None)
         for trained in getattr(module, "modules_to_save", {}).values() if bias is not None else ():
             if trained.bias is None:
                 del trained.bias
