@@ -117,8 +117,9 @@ def inspect(
 
         place = Path(checkpoint)
         if is_adapter(place):
-            if text:
-                raise typer.BadParameter("name the base checkpoint, whose window it is", param_hint="--text")
+            if text or trained_length:
+                flags = "--text or --trained-length"
+                raise typer.BadParameter("name the base checkpoint, whose window it is", param_hint=flags)
             description = inspect_adapter(place)
             print_json(description) if as_json else typer.echo(str(description))
             return

@@ -123,6 +123,7 @@ def test_an_adapter_that_carries_no_extension(tmp_path: Path) -> None:
     (tmp_path / "adapter_config.json").write_text("{}")
     result = command("inspect", tmp_path, code=1)
     assert "carries no extension" in result.stderr
+    assert "name the base checkpoint" in command("inspect", tmp_path, "--trained-length", "64", code=2).stderr
 
 
 @pytest.mark.slow
