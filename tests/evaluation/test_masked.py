@@ -260,8 +260,12 @@ def test_what_fills_in_no_masked_tokens_is_refused(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"lack cls\.predictions"):
         load_checkpoint(str(saved(tmp_path / "headless", BertModel)), masked=True)
     causal = save_with_tokenizer(tiny(), tmp_path / "causal", tokenizer())
-    with pytest.raises(CheckpointError, match="Cannot load a masked language model"):
-        load_checkpoint(str(causal), masked=True)
+    for weights in (True, False):
+        with pytest.raises(IncompatibleError, match=r"holds a llama, for which transformers has no masked language m"):
+            load_checkpoint(str(causal), masked=True, weights=weights)
+    tiny("t5").save_pretrained(tmp_path / "t5")
+    with pytest.raises(IncompatibleError, match=r"holds a t5, for which transformers has no causal language model\."):
+        load_checkpoint(str(tmp_path / "t5"))
     headless = bert(BertModel)
     ctxext.patch(headless, "pi", factor=2)
     ctxext.save(headless, tmp_path / "extended")
