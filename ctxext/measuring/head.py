@@ -96,7 +96,8 @@ def shell_of(causal: PreTrainedModel) -> tuple[PreTrainedModel, Replay]:
     """
     layers = require_head(causal)
     base: Any = causal.get_submodule(layers)
-    if "decoder" in inspect.unwrap(type(causal).forward).__code__.co_names:  # as OPT's and BART's
+    calls_inner = "decoder" in inspect.unwrap(type(causal).forward).__code__.co_names  # a head of that name, perhaps
+    if calls_inner and hasattr(base, "decoder"):  # as OPT's and BART's
         holder, replay = _StandIn(base), Replay(base.decoder)
         holder.decoder = replay
     else:

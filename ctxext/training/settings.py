@@ -290,12 +290,9 @@ class Evaluation(Section):
     passkey_trials: Count = 1
 
     @model_validator(mode="after")
-    def _of_something(self) -> Evaluation:
-        of_text = dict.fromkeys(("split", "column", "documents", "skip", "lengths"), "text")
-        of_passkeys = dict.fromkeys(("passkey_depths", "passkey_trials"), "passkey_lengths")
-        for name, needed in (of_text | {"window": "lengths"} | of_passkeys).items():
-            if getattr(self, name) != type(self).model_fields[name].default and not getattr(self, needed):
-                raise ValueError(f"{name} needs {needed}")
+    def _window_among_lengths(self) -> Evaluation:
+        if self.window is not None and not self.lengths:
+            raise ValueError("window needs lengths")
         return self
 
 

@@ -74,8 +74,8 @@ def test_a_list_may_be_given_in_several_options(read: Any) -> None:
     )
     assert settings.data.train == ["a", "b", "c", "d"]
     assert settings.evaluation.lengths == [8, 16, 32]
-    assert read("--train", "a", text=FILE + "evaluation: {text: b, lengths: [2]}").evaluation.lengths == [2]
-    changed = read("--train", "a", "--lengths", "3", text=FILE + "evaluation: {text: b, lengths: [2]}")
+    assert read("--train", "a", text=FILE + "evaluation: {lengths: [2]}").evaluation.lengths == [2]
+    changed = read("--train", "a", "--lengths", "3", text=FILE + "evaluation: {lengths: [2]}")
     assert changed.evaluation.lengths == [3], "the command line takes the place of the file"
     stage = "[{steps: 1, length: 64, factor: 2}]"
     assert len(read("--train", "a", "--stages", stage, "--stages", stage).stages) == 2
@@ -166,9 +166,6 @@ REFUSED: dict[type[Exception], list[tuple[list[str], str]]] = {
         ([*TRAIN, "--window", "64"], "evaluation: window needs lengths"),
         ([*TRAIN, "--seed", "4294967296"], "seed: input should be less than 4294967296, found 4294967296"),
         # Values without effect.
-        ([*TRAIN, "--lengths", "64"], "evaluation: lengths needs text"),
-        ([*TRAIN, "--evaluation.split", "test", "--passkey_lengths", "64"], "evaluation: split needs text"),
-        ([*TRAIN, "--passkey_depths", "0.5"], "evaluation: passkey_depths needs passkey_lengths"),
         ([*TRAIN, "--retrieval_kinds", "keys"], "data: retrieval_kinds needs retrieval"),
         ([*TRAIN, "--embeddings", "no", "--embedding_learning_rate", "1e-5"], "needs a trained embedding"),
         ([*TRAIN, "--table", "whole", "--embedding_learning_rate", "1e-5"], "needs a trained embedding"),
