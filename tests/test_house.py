@@ -34,7 +34,7 @@ CEILINGS = {
     "lines of the core": 5_050,
     "files of the core": 23,
     "long functions without a comment": 2,
-    "stiff constructions": 256,
+    "stiff constructions": 254,
     "arguments without a noun": 0,
     "classes of evaluation/": 53,
     "files that one patch enters": 28,

@@ -150,7 +150,7 @@ def _refuse_place(place: Path, adapted: Any, variant: str | None) -> None:
         raise CheckpointError(f"{place} is a symbolic link to {place.readlink()}, where nothing is. Remove it first.")
     if place.exists() and not place.is_dir():
         raise CheckpointError(f"{place} is a file; give a directory to save into, or a new name for one.")
-    names = {path.name for path in place.glob("*")}  # none where it cannot be read, which writing into it will say
+    names = {path.name for path in place.glob("*")}  # an unreadable folder gives none; writing fails below
     patterns = [ADAPTER_FILE, *MISTRAL_FORMAT] if adapted is None else []
     if adapted is not None and "config.json" in names and "default" in adapted.peft_config:  # others have own folders
         patterns += WHOLE_WEIGHTS

@@ -209,8 +209,8 @@ class Layout:
                 once (a few bytes per token). Never done while compiling.
 
         Raises:
-            InvalidParameterError: if a shape does not fit, a dtype is no signed integer, a token's position is
-                negative, or two tokens of one document have the same position.
+            InvalidParameterError: if a shape does not fit, a dtype is not a signed integer, a position is negative, or
+                two tokens of one document have the same position.
         """
         _require_shapes(query_positions, key_positions, query_documents, key_documents)
         query_positions, key_positions = query_positions.long(), key_positions.long()  # a sum may pass 32 bits

@@ -67,7 +67,7 @@ class RetrievalSequences(DerivedSequences):
         self._ends: dict[int, bool] = {}  # what was asked of tokens; a functools.cache could not be pickled
 
     def require_room(self) -> None:
-        """Raise ``InvalidParameterError`` if none of the first sequences has room for what is drawn for it."""
+        """Raise ``InvalidParameterError`` if none of the first sequences has room for its insertions."""
         first = range(min(len(self), TRIED))
         if all(self._found(index, self.whole[index]) is None for index in first):
             raise InvalidParameterError(
