@@ -333,7 +333,7 @@ def _require_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
     is_number = q.is_floating_point() and q.dtype.itemsize > 1
     if not is_number or not (q.dtype == k.dtype == v.dtype) or not (q.device == k.device == v.device):
         raise InvalidParameterError(
-            f"q, k and v must share a device and a floating dtype of 16 bits or more, found "
+            f"q, k and v must share a floating dtype of 16 bits or more and a device, found "
             f"{q.dtype}/{k.dtype}/{v.dtype} on {q.device}/{k.device}/{v.device}."
         )
 

@@ -11,7 +11,8 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
-from transformers import Trainer, TrainingArguments
+from transformers import LlamaForCausalLM, Trainer, TrainingArguments
+from transformers.modeling_outputs import CausalLMOutputWithPast
 
 import ctxext
 from ctxext.errors import IncompatibleError, InvalidParameterError, PatchStateError
@@ -256,6 +257,15 @@ def test_undone_in_order() -> None:
     ctxext.unpatch(bloom)
 
 
+class PastTheBase(LlamaForCausalLM):  # type: ignore[misc]
+    """A model whose head does not read what its base computes."""
+
+    def forward(self, input_ids: Tensor, labels: Tensor | None = None, **_: Any) -> Any:
+        logits = self.lm_head(self.model.embed_tokens(input_ids))
+        loss = None if labels is None else self.loss_function(logits, labels, self.config.vocab_size)
+        return CausalLMOutputWithPast(loss=loss, logits=logits)
+
+
 def test_refused() -> None:
     with pytest.raises(InvalidParameterError, match="chunk must be at least 1 token, found 0"):
         chunk_loss(tiny(), chunk=0)
@@ -263,9 +273,10 @@ def test_refused() -> None:
         chunk_loss(tiny("xlm"))
     with pytest.raises(IncompatibleError, match=r"LlamaModel is not a base model with a language modelling head"):
         chunk_loss(tiny().model)
-    opt = tiny("opt")
-    with chunk_loss(opt), pytest.raises(IncompatibleError, match="cannot compute its logits in pieces"):
-        opt(**batch())
+    model = tiny()
+    model.__class__ = PastTheBase
+    with chunk_loss(model), pytest.raises(IncompatibleError, match="cannot compute its logits in pieces"):
+        model(**batch())
     model = tiny()
     model.forward = lambda *args, **kwargs: None
     with pytest.raises(PatchStateError, match=r"forward of this LlamaForCausalLM has been replaced .* by Liger"):
