@@ -146,8 +146,6 @@ class Data(Section):
             raise ValueError("retrieval needs one text in a sequence: choose other positions than packed")
         if self.retrieval and self.masked:
             raise ValueError("retrieval asks what comes next, which masked does not: leave out one of them")
-        if self.retrieval_kinds != list(RETRIEVAL) and not self.retrieval:
-            raise ValueError("retrieval_kinds needs retrieval")
         return self
 
 
@@ -361,8 +359,6 @@ class Settings(Section):
             yield "a weight decay shrinks the rows that are to stay, too: set training.weight_decay to 0"
         if self.table is not None and self.quantisation:
             yield "quantisation is for adapters: leave out table or quantisation"
-        if self.training.embedding_learning_rate and (self.table or not self.lora.embeddings):
-            yield "training.embedding_learning_rate needs a trained embedding: lora.embeddings true, and no table"
         if data.masked is not None and data.positions == "packed":
             yield "masked language models do not keep packed documents apart: choose other data.positions"
         if data.masked is not None and (self.quantisation or not is_safetensors):

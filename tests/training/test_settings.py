@@ -59,18 +59,7 @@ def test_file_and_command_line(read: Any) -> None:
 def test_a_list_may_be_given_in_several_options(read: Any) -> None:
     """As every repeatable option of the command line; the one that came last used to be all that was trained on."""
     settings = read(
-        "--data.train",
-        "a",
-        "--data.train=b",
-        "--train",
-        "c",
-        "d",
-        "--lengths",
-        "[8, 16]",
-        "--lengths",
-        "32",
-        "--text",
-        "e",
+        "--data.train", "a", "--data.train=b", "--train", "c", "d", "--lengths", "[8, 16]", "--lengths", "32"
     )
     assert settings.data.train == ["a", "b", "c", "d"]
     assert settings.evaluation.lengths == [8, 16, 32]
@@ -165,10 +154,6 @@ REFUSED: dict[type[Exception], list[tuple[list[str], str]]] = {
         ([*TRAIN, "--stages", "[{steps: 1}]"], "stages.0: give one of factor and target_length"),
         ([*TRAIN, "--window", "64"], "evaluation: window needs lengths"),
         ([*TRAIN, "--seed", "4294967296"], "seed: input should be less than 4294967296, found 4294967296"),
-        # Values without effect.
-        ([*TRAIN, "--retrieval_kinds", "keys"], "data: retrieval_kinds needs retrieval"),
-        ([*TRAIN, "--embeddings", "no", "--embedding_learning_rate", "1e-5"], "needs a trained embedding"),
-        ([*TRAIN, "--table", "whole", "--embedding_learning_rate", "1e-5"], "needs a trained embedding"),
     ],
 }
 
