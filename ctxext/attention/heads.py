@@ -211,7 +211,9 @@ def heads(model: Any, tokenizer: Any = None, *, text: str | None = None, seeds: 
         or not seeds
         or any(type(seed) is not int or not -(2**63) <= seed < 2**64 for seed in seeds)
     ):
-        raise InvalidParameterError(f"seeds must be whole numbers of 64 bits, such as (0, 1), found {shown(seeds)}.")
+        raise InvalidParameterError(
+            f"seeds must be whole numbers, such as (0, 1), found {shown(seeds)}. torch holds 64 bits."
+        )
     if text is not None and tokenizer is None:
         raise InvalidParameterError("A text needs the model's tokenizer. Give both, or neither.")
     subject = Subject.of(model)

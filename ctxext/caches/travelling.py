@@ -76,8 +76,8 @@ def _make_room(cache: Cache, layer_idx: int, keys: Tensor, values: Tensor) -> No
     if layer.get_seq_length() > 0:
         raise IncompatibleError(
             f"Keys in this cache have {layer.keys.shape[-1]} dimensions, but those of this model, with the numbers of "
-            f"its encoding, have {keys.shape[-1]}. It was filled by another model, in another dtype, or before "
-            f"ctxext.patch. Start with a new cache."
+            f"its encoding, have {keys.shape[-1]}. It was filled by another model, or before ctxext.patch, or in "
+            f"another dtype. Start with a new cache."
         )
     layer.lazy_initialization(keys, values)
 

@@ -72,6 +72,16 @@ def require_language_model(config: Any, place: str) -> None:
         )
 
 
+def require_class(config: Any, kind: Any, place: str) -> None:
+    """Raise ``IncompatibleError`` unless ``kind``, a class such as ``AutoModelForCausalLM``, takes a checkpoint."""
+    if type(config) not in kind._model_mapping and kind.__name__ not in (getattr(config, "auto_map", None) or {}):
+        predicts = "causal" if kind is AutoModelForCausalLM else "masked"
+        raise IncompatibleError(
+            f"{place} holds a {config.model_type}, for which transformers has no {predicts} language model. Give a "
+            f"checkpoint of another type; to run this one, call ctxext.load(path)."
+        )
+
+
 def _named_class(auto_class: Any) -> Any:
     kind = getattr(transformers, auto_class, None) if isinstance(auto_class, str) else auto_class
     if not hasattr(kind, "from_pretrained"):

@@ -174,7 +174,7 @@ def load(
 
     Raises:
         CheckpointError: nothing at ``path``, no config in it, no extension to restore, or trained weights of an
-            encoding that ``method`` would draw anew.
+            encoding for which ``method`` would draw others.
         IncompatibleError: transformers has no class for the checkpoint.
         UnknownNameError: an argument that neither the method nor ``from_pretrained`` knows.
         VerificationError: the restored model does not have the frequencies that were saved.

@@ -22,7 +22,7 @@ from transformers.utils import logging as transformers_logging
 
 from ctxext.checkpoints.adapters import base_of, is_adapter
 from ctxext.checkpoints.bundled import default_checkpoint
-from ctxext.checkpoints.classes import meta_model, require_language_model
+from ctxext.checkpoints.classes import meta_model, require_class, require_language_model
 from ctxext.checkpoints.load import attached, load_saved
 from ctxext.checkpoints.source import checked_path, gguf_inside, read_any_config, read_tokenizer
 from ctxext.core.digest import weights_digest
@@ -227,13 +227,8 @@ def _load(
     if masked:
         kind = dict.fromkeys(("plain_class", "auto_class"), AutoModelForMaskedLM)
     extended = config is not None and saved_extension(config, where) is not None
-    loader = AutoModelForMaskedLM if masked else AutoModelForCausalLM
-    own_code = getattr(config, "auto_map", None) or {}
-    if not (config is None or extended or type(config) in loader._model_mapping or loader.__name__ in own_code):
-        raise IncompatibleError(
-            f"{source} holds a {config.model_type}, for which transformers has no {'masked' if masked else 'causal'} "
-            f"language model. Give a checkpoint of another type; to run this one, call ctxext.load(path)."
-        )
+    if config is not None and not extended:
+        require_class(config, kind["plain_class"], source)
     outline = functools.partial(meta_model, config, auto_class=kind.get("auto_class" if extended else "plain_class"))
     if (dtype, chosen) == ("auto", "bf16"):
         why = "weights dequantised from GGUF" if file else why

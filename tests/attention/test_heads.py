@@ -161,8 +161,8 @@ def test_needles_are_hidden_in_the_given_text() -> None:
     [
         ({"text": "a text"}, "needs the model's tokenizer"),
         ({"text": "", "tokenizer": make_tokenizer(bos=True)}, "Give a longer text, or none"),
-        ({"seeds": ()}, r"whole numbers of 64 bits, such as \(0, 1\), found \(\)"),
-        ({"seeds": (0, 2**64)}, r"whole numbers of 64 bits, such as \(0, 1\), found \(0, 18446744073709551616\)"),
+        ({"seeds": ()}, r"seeds must be whole numbers, such as \(0, 1\), found \(\)"),
+        ({"seeds": (0, 2**64)}, r"found \(0, 18446744073709551616\)\. torch holds 64 bits"),
         ({"seeds": 3}, "seeds must be whole numbers"),
         ({"seeds": "ab"}, "seeds must be whole numbers"),
     ],

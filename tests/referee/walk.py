@@ -95,7 +95,10 @@ REFUSALS: list[tuple[str, Callable[[Walk, Text], bool]]] = [
     (r"Assisted decoding", lambda walk, text: walk.name.startswith("dynamic") and not walk.by_request),
     (r"Generate from input_ids", lambda walk, text: walk.outgrows(text) and walk.way in ("embeds", "chunks")),
     (r"config of this \w+ was replaced", lambda walk, text: walk.reconfigured),
-    (r"made for sliding windows", lambda walk, text: walk.point.cache == "of the plain config"),
+    (
+        r"made for sliding windows",
+        lambda walk, text: walk.point.method in LIFTED and walk.point.cache == "of the plain config",
+    ),
     (r"PagedAttentionCache|continuous batch|paged cache", lambda walk, text: walk.point.method in UNPAGED),
 ]
 """What ctxext may refuse, and when its sentence is true."""
