@@ -61,6 +61,7 @@ from ctxext.training.checkpoints import CompleteCheckpoints, last_checkpoint, re
 from ctxext.training.curriculum import Curriculum, sequences_of, stages_of, try_stages
 from ctxext.training.documents import TokenisedDocuments
 from ctxext.training.figure import save_training_figure
+from ctxext.training.heads import SHARE, RetrievalShare
 from ctxext.training.lora import attach_lora, merged, trained_weights
 from ctxext.training.masked import MaskedSequences, shift_of
 from ctxext.training.memory import peak_memory
@@ -151,6 +152,7 @@ def finetune(settings: Settings, *, resume: bool = False) -> None:
         sequences = MaskedSequences(sequences, tokenizer, share=data.masked, seed=settings.seed, shift=shift)
 
     # 3. Training.
+    heads = RetrievalShare(model, settings)
     progress = TrainingProgress(lambda step: per_step * sequences.length_of(step * per_step))
     trainer = LongTrainer(
         model,
@@ -161,6 +163,7 @@ def finetune(settings: Settings, *, resume: bool = False) -> None:
             Curriculum(model, stages_of(found), memory, held),
             ExtensionCallback(model),
             CompleteCheckpoints(sequences),
+            heads,
             progress,
         ],
     )
@@ -198,7 +201,7 @@ def finetune(settings: Settings, *, resume: bool = False) -> None:
         "data": str(sequences),
         "texts": record_of(data.train, data.split),
         "trained": trained,
-        "loss": [entry for entry in trainer.state.log_history if "loss" in entry],
+        **{name: [entry for entry in trainer.state.log_history if name in entry] for name in ("loss", SHARE)},
         "evaluation": {"before": before, "after": after},
         "training_seconds": progress.total_seconds,
         "tokens_per_second": progress.tokens_per_second,
@@ -214,7 +217,7 @@ def finetune(settings: Settings, *, resume: bool = False) -> None:
         write_json(output / RUN, report)
         title = f"{loaded.name}, {settings.extension.method} to {description.target_length:,} tokens"
         gains = {"before": gain(before), "after": gain(after)}
-        save_training_figure(output / "loss.png", report["loss"], title=title, gains=gains)
+        save_training_figure(output / "loss.png", report["loss"], title=title, gains=gains, shares=report[SHARE])
         if settings.merge and table is None:
             whole = with_all_weights(model, found, output / "adapter")
             lines = (f"* {when} training: {summary(found)}" for when, found in report["evaluation"].items() if found)

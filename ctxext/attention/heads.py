@@ -26,9 +26,11 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
-from ctxext.attention.attend import attention_function
+from ctxext.attention.attend import LayerCall, attention_function
+from ctxext.attention.engines import RemapAttend
 from ctxext.core.digest import is_shared_out, sample
 from ctxext.core.edits import Edits
+from ctxext.core.patching import patched_state
 from ctxext.core.rebuild import FAILURES
 from ctxext.core.scaling import stated_length
 from ctxext.core.steps import Moment, Step, Work, register
@@ -221,6 +223,58 @@ def heads(model: Any, tokenizer: Any = None, *, text: str | None = None, seeds: 
         return _scored(recorder, _probes(subject, tokenizer, text, seeds), seeds, text)
 
 
+@torch.no_grad()
+def retrieval_share(model: Any, *, seed: int = 0) -> float:
+    """Measure the attention that the heads which read far pay to what a text said before, in a model extended by them.
+
+    The induction probe of ``heads`` in one pass, inside the window in which the extension changes nothing.
+
+    Returns:
+        The mean over the groups that read far, from 0 to 1.
+
+    Raises:
+        IncompatibleError: the extension changes texts as short as the probe.
+        PatchStateError: the model is not extended by ``retrieval_heads``.
+    """
+    subject, edits = Subject.of(model), Edits()
+    patched = patched_state(subject.model)
+    if patched is None or not isinstance(patched.method, RetrievalHeads):
+        raise PatchStateError(f"This {subject.kind} is not extended by retrieval_heads, so no heads of it read far.")
+    layers = {m: by for m in subject.model.modules() if isinstance(by := vars(m).get("_ctxext_attend"), RemapAttend)}
+    exact = min(by.exact_length for by in layers.values())
+    if exact < LEAST:
+        raise IncompatibleError(
+            f"This extension changes texts of more than {exact} tokens, and heads are measured where it changes "
+            f"nothing, on {LEAST} or more. Set exact to true and temperature to none, or measure no heads."
+        )
+    recorder = _Recorder(subject, "eager")
+
+    def watched(by: RemapAttend) -> Any:
+        def attend(layer: LayerCall) -> Tensor:
+            recorder.record(layer.module, layer.q, layer.k, layer.v, layer.mask.under("eager"), layer.given)
+            return by(layer)
+
+        return attend
+
+    try:
+        _put_in_evaluation(subject.model, edits)
+        for module, by in layers.items():
+            edits.set(module, "_ctxext_attend", watched(by))
+        with torch.device("cpu"):  # whatever device is the default
+            text = _repeated(_Source(subject, seed, exact))
+        recorder.run(text)
+    finally:
+        edits.undo()
+    far: list[Tensor] = []
+    for module, by in layers.items():
+        scores = recorder.layers[module]
+        if by.heads is not None:
+            far.append(scores[list(by.heads.far.numbers)])
+        elif by.kind == "all":
+            far.append(scores)
+    return float(torch.cat(far).mean())
+
+
 def require_scorable(model: Any, tokenizer: Any, *, text: str | None, seeds: Sequence[int]) -> None:
     """Raise what ``heads`` raises before it reads anything; the weights of ``model`` may be missing."""
     subject = Subject.of(model)
@@ -324,14 +378,14 @@ class _Source:
         IncompatibleError: the model reads too few tokens, or knows too few.
     """
 
-    def __init__(self, subject: Subject, seed: int) -> None:
+    def __init__(self, subject: Subject, seed: int, trained: int | None = None) -> None:
         text, self.ordinary = subject.text, subject.ordinary_tokens
         # Many models read a text rightly only behind the token that begins it.
         first, vocabulary = getattr(text, "bos_token_id", None), getattr(text, "vocab_size", None) or 0
         self.start = torch.tensor(
             [first] if isinstance(first, int) and 0 <= first < vocabulary else [], dtype=torch.long
         )
-        trained = stated_length(text) or 0
+        trained = trained or stated_length(text) or 0
         self.room = (trained if 0 < trained < LONGEST else LONGEST) - len(self.start)
         self.generator = torch.Generator().manual_seed(seed)
         if self.room < LEAST - 1 or len(self.ordinary) < LEAST // 2:
@@ -528,14 +582,18 @@ def _recording(subject: Subject) -> Iterator[_Recorder]:
     token = _recorder.set(recorder)
     try:
         edits.set(subject.text, "_attn_implementation_internal", RECORDING)
-        for module in model.modules():
-            if module.training:
-                edits.set(module, "training", False)
+        _put_in_evaluation(model, edits)
         with torch.no_grad(), torch.compiler.set_stance("force_eager"):
             yield recorder
     finally:
         edits.undo()
         _recorder.reset(token)
+
+
+def _put_in_evaluation(model: nn.Module, edits: Edits) -> None:
+    for module in model.modules():
+        if module.training:
+            edits.set(module, "training", False)
 
 
 def _not_recorded(subject: Subject) -> IncompatibleError:

@@ -136,11 +136,15 @@ class BeforeAndAfter:
         jobs = survey.begin()
         console = terminal(stderr=True, quiet=not PartialState().is_main_process)
         console.print(f"Measuring: {len(jobs)} readings of long texts.")
-        # As in training: trained weights are float32 and compute in the model's own dtype.
-        dtype, device = self.settings.dtype, self.checkpoint.subject.model.device.type
-        arithmetic = torch.autocast(device, dtype=DTYPES[dtype], enabled=dtype != "fp32")
-        with arithmetic, StageBar(console, sum(job.cost for job in jobs)) as progress:
+        model = self.checkpoint.subject.model
+        with arithmetic(self.settings, model), StageBar(console, sum(job.cost for job in jobs)) as progress:
             survey.measure(jobs, progress=progress)
+
+
+def arithmetic(settings: Settings, model: Any) -> torch.autocast:
+    """Return the context of a pass as in training: trained weights are float32, and compute in the model's dtype."""
+    dtype: str = settings.dtype
+    return torch.autocast(next(model.parameters()).device.type, dtype=DTYPES[dtype], enabled=dtype != "fp32")
 
 
 def _extension(measurement: JsonObject) -> PerplexityReading | None:

@@ -35,13 +35,19 @@ def smoothed(losses: Sequence[float], weights: Sequence[float] | None = None) ->
 
 
 def save_training_figure(
-    path: Path, entries: Sequence[Mapping[str, Any]], *, title: str, gains: Mapping[str, Gain]
+    path: Path,
+    entries: Sequence[Mapping[str, Any]],
+    *,
+    title: str,
+    gains: Mapping[str, Gain],
+    shares: Sequence[Mapping[str, Any]] = (),
 ) -> None:
-    """Draw a run: its loss, its learning rate, and the loss against its best truncation.
+    """Draw a run: its loss, its learning rate, its heads, and the loss against its best truncation.
 
     Args:
         entries: each with ``step``, ``loss`` (nats per token) and ``learning_rate``.
         gains: before and after training; without any the right part is left out.
+        shares: entries with ``step`` and ``retrieval_share``; without any this part is left out.
 
     Raises:
         InvalidParameterError: matplotlib is not installed.
@@ -63,6 +69,11 @@ def save_training_figure(
         lines_panel(runs, title="Training loss, nats per token", x_label="step", ticks=ticks, log=False),
         lines_panel(rates, title="Learning rate", x_label="step", ticks=ticks, log=False),
     ]
+    if shares:
+        points = [(one["step"], one["retrieval_share"]) for one in shares]
+        lines = [Line(BLUE, f"{points[0][1]:.3f} before, {points[-1][1]:.3f} after", points)]
+        name = "Attention of far heads to what was said before"
+        panels.append(lines_panel(lines, title=name, x_label="step", ticks=ticks, log=False))
     gains = {name: gain for name, gain in gains.items() if gain}
     if gains:
         spans = [f"{tokens_label(start)}-{tokens_label(stop)}" for (start, stop), _ in next(iter(gains.values()))]

@@ -274,6 +274,8 @@ class Evaluation(Section):
         passkey_lengths: tokens of the prompts that hide a passkey; none by default.
         passkey_depths: places of the key in a prompt, from 0 (start) to 1 (end).
         passkey_trials: number of prompts of each length and depth.
+        heads_every: steps between two measurements of how far the heads that read far retrieve, one short pass each;
+            only with the method ``retrieval_heads``. None measures none.
     """
 
     text: Annotated[list[str], OneOrMore] = []
@@ -286,6 +288,7 @@ class Evaluation(Section):
     passkey_lengths: Annotated[list[Count], OneOrMore] = []
     passkey_depths: Several[Share] = [0.1, 0.3, 0.5, 0.7, 0.9]
     passkey_trials: Count = 1
+    heads_every: Count | None = None
 
     @model_validator(mode="after")
     def _window_among_lengths(self) -> Evaluation:
@@ -359,6 +362,8 @@ class Settings(Section):
             yield "a weight decay shrinks the rows that are to stay, too: set training.weight_decay to 0"
         if self.table is not None and self.quantisation:
             yield "quantisation is for adapters: leave out table or quantisation"
+        if self.evaluation.heads_every and self.extension.method != "retrieval_heads":
+            yield "only retrieval_heads has heads that read far: leave out evaluation.heads_every"
         if data.masked is not None and data.positions == "packed":
             yield "masked language models do not keep packed documents apart: choose other data.positions"
         if data.masked is not None and (self.quantisation or not is_safetensors):

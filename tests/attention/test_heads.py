@@ -14,7 +14,7 @@ from accelerate import cpu_offload
 from torch import Tensor
 
 import ctxext
-from ctxext.attention.heads import HeadScores, heads, induction_scores
+from ctxext.attention.heads import HeadScores, heads, induction_scores, retrieval_share
 from ctxext.core.digest import weights_digest
 from ctxext.core.subject import Subject
 from ctxext.errors import IncompatibleError, InvalidParameterError, PatchStateError
@@ -386,3 +386,22 @@ def test_the_heads_of_a_model_whose_weights_are_offloaded_are_scored_where_they_
     extended = ctxext.patch(model, "retrieval_heads", factor=4)
     plain = ctxext.patch(tiny(initializer_range=0.3), "retrieval_heads", factor=4)
     assert extended.config.ctxext["method"] == plain.config.ctxext["method"]
+
+
+@pytest.mark.parametrize("chosen", [(0, 3), (1,), (2, 3), (0, 1, 2, 3)])
+def test_an_extended_model_tells_the_share_of_the_heads_that_it_chose(chosen: tuple[int, ...]) -> None:
+    model = tiny(num_key_value_heads=2)
+    wanted = induction(model)
+    ctxext.patch(model.train(), "retrieval_heads", factor=4, heads=chosen)
+    attends = [vars(module).get("_ctxext_attend") for module in model.modules()]
+    assert retrieval_share(model) == pytest.approx(sum(wanted[group] for group in chosen) / len(chosen), abs=1e-6)
+    assert [vars(module).get("_ctxext_attend") for module in model.modules()] == attends
+    assert all(module.training for module in model.modules())
+
+
+def test_a_share_of_heads_that_do_not_read_far_is_refused() -> None:
+    with pytest.raises(PatchStateError, match="not extended by retrieval_heads"):
+        retrieval_share(ctxext.patch(tiny(), "self_extend", factor=4))
+    changed = ctxext.patch(tiny(), "retrieval_heads", factor=4, heads=[0], exact=False, window=16)
+    with pytest.raises(IncompatibleError, match=r"changes texts of more than 16 tokens.*Set exact to true"):
+        retrieval_share(changed)

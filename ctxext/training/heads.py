@@ -1,0 +1,64 @@
+"""Measure, while a model is trained, how far its heads that read far retrieve."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+from transformers import TrainerCallback
+
+from ctxext.attention.heads import retrieval_share
+from ctxext.core.digest import is_shared_out
+from ctxext.core.subject import Subject
+from ctxext.errors import IncompatibleError
+from ctxext.training.before_after import arithmetic
+from ctxext.training.parallel import launched_parallelism
+from ctxext.training.settings import Settings
+
+SHARE = "retrieval_share"
+"""Name in the log of the attention that the heads which read far pay to what a text said before, from 0 to 1."""
+
+
+class RetrievalShare(TrainerCallback):  # type: ignore[misc]
+    """Log the share of retrieval before the first step, then every ``evaluation.heads_every`` steps, and at the end.
+
+    Whether the heads that were chosen before training still retrieve shows here first: their share falls together with
+    the gain in loss, while passkeys are found for long after (arXiv:2604.02650).
+
+    Raises:
+        IncompatibleError: the extension changes texts as short as the probe, or processes share weights or a sequence.
+    """
+
+    def __init__(self, model: nn.Module, settings: Settings) -> None:
+        self.model, self.settings, self.every = model, settings, settings.evaluation.heads_every
+        if self.every is not None:
+            if launched_parallelism().non_data_parallel_size > 1:
+                raise self._refusal("a sequence")
+            self.measure()
+
+    def measure(self) -> float:
+        """Measure the share now; every process does, each on the same tokens."""
+        with arithmetic(self.settings, self.model):
+            return retrieval_share(self.model, seed=self.settings.seed)
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Refuse weights that are shared out, and measure the beginning of a run."""
+        if self.every is not None:
+            if is_shared_out(Subject.of(self.model).model):
+                raise self._refusal("weights")
+            self._log(state, state.global_step == 0)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Measure where it is due."""
+        if self.every is not None:
+            self._log(state, state.global_step % self.every == 0 or state.global_step == state.max_steps)
+
+    def _log(self, state: Any, is_due: bool) -> None:
+        if is_due:
+            state.log_history.append({"step": state.global_step, SHARE: self.measure()})
+
+    def _refusal(self, what: str) -> IncompatibleError:
+        return IncompatibleError(
+            f"Processes share {what} in this run, and heads are measured in a whole model. Leave out "
+            f"evaluation.heads_every, or take data parallelism (recipes/accelerate/ddp.yaml)."
+        )
