@@ -12,6 +12,8 @@ from torch import Tensor
 from transformers import (
     AutoModelForImageTextToText,
     BertForMaskedLM,
+    GPT2Config,
+    GPT2LMHeadModel,
     LlamaConfig,
     LlamaForCausalLM,
     PreTrainedModel,
@@ -154,3 +156,12 @@ def both_sides(model: Any, length: int = 6 * TRAINED_LENGTH) -> Tensor:
     """Logits of an encoder-decoder that reads a text and writes it; twice what T5's last bucket holds."""
     result: Tensor = model(input_ids=tokens(length), decoder_input_ids=tokens(length)).logits
     return result
+
+
+FALCON = {"alibi": True, "new_decoder_architecture": False, "multi_query": False}
+
+
+def gpt2(**changes: Any) -> GPT2LMHeadModel:
+    torch.manual_seed(0)
+    small = {"vocab_size": 300, "n_layer": 2, "n_head": 2, "n_embd": 32, "n_positions": 32, "initializer_range": 0.3}
+    return GPT2LMHeadModel(GPT2Config(**(small | changes))).eval()

@@ -41,6 +41,12 @@ def test_there_is_something_to_look_at() -> None:
     assert set(SOURCES) & set(tracked())
 
 
+def test_no_test_imports_from_another() -> None:
+    """What several share stands in a file whose name begins with an underscore, or in a conftest."""
+    shares = re.compile(r"^\s*from tests[.\w]*\.test_\w+ import|^\s*from tests[.\w]* import test_", re.M)
+    assert [path for path in (ROOT / "tests").rglob("*.py") if shares.search(path.read_text(encoding="utf-8"))] == []
+
+
 def test_no_path_of_a_machine() -> None:
     """Neither a home or work directory, nor a folder beside the repository."""
     # Spelt in two parts, so that this file does not hold what it looks for.

@@ -12,10 +12,8 @@ from transformers.models.llama.modeling_llama import LlamaAttention
 
 import ctxext
 from ctxext.errors import IncompatibleError, PatchStateError
-from tests._models import logits, qwen2_vl, tiny, tokens
+from tests._models import FALCON, logits, qwen2_vl, tiny, tokens
 from tests.walk.tiny import TRAINED_LENGTH
-
-FALCON = {"alibi": True, "new_decoder_architecture": False, "multi_query": False}
 
 
 class Capped(LlamaAttention):

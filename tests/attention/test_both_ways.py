@@ -2,51 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-from transformers import AutoModelForMaskedLM, AutoModelForSequenceClassification, PreTrainedModel
+from transformers import AutoModelForSequenceClassification
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import ctxext
 from ctxext.core.subject import Subject
-from ctxext.errors import CheckpointError, IncompatibleError
+from ctxext.errors import IncompatibleError
 from ctxext.methods.formulas import alibi_slopes
 from ctxext.spec import AlibiSpec
 from tests._models import RECENT, tiny, tokens
-from tests.walk.check import State
+from tests.attention._encoders import (
+    LENGTH,
+    encoder,
+    keep_of,
+    logits,
+    require_alone_in_a_pack,
+    require_saved_and_undone,
+)
 from tests.walk.tiny import TRAINED_LENGTH, tiny_config, tiny_model
 
-LENGTH = 2 * TRAINED_LENGTH + 10
 ENCODERS = ("eurobert", "llama", *(("gte", "nomic_bert") if RECENT else ()))
 KINDS = ("symmetric", "halves")
 
 every_kind = pytest.mark.parametrize("kind", KINDS)
 every_encoder = pytest.mark.parametrize("model_type", ENCODERS)
-
-
-def encoder(model_type: str, **changes: Any) -> PreTrainedModel:
-    """A model whose tokens see both ways, in float64."""
-    config = tiny_config(model_type, **changes)
-    if model_type in ("llama", "mistral"):
-        config.is_causal = False
-        return tiny_model(config).double()
-    return tiny_model(config, loader=AutoModelForMaskedLM).double()
-
-
-@torch.no_grad()
-def logits(model: Any, ids: Tensor, **arguments: Any) -> Tensor:
-    found: Tensor = model(input_ids=ids, **arguments).logits
-    return found
-
-
-def keep_of(*rows: tuple[int, int]) -> Tensor:
-    at = torch.arange(LENGTH)
-    return torch.stack([(at >= start) & (at < stop) for start, stop in rows])
 
 
 def by_hand(kind: str, keep: Tensor) -> Any:
@@ -102,13 +87,6 @@ def test_a_document_alone_is_the_document_in_a_packed_row(model_type: str, kind:
     require_alone_in_a_pack(model, [50, 1, LENGTH - 51])
 
 
-def require_alone_in_a_pack(model: PreTrainedModel, lengths: list[int]) -> None:
-    """Hold each document of a packed row to itself alone."""
-    ids, positions = tokens(sum(lengths)), torch.cat([torch.arange(length) for length in lengths])[None]
-    alone = torch.cat([logits(model, document) for document in ids.split(lengths, 1)], 1)
-    torch.testing.assert_close(logits(model, ids, position_ids=positions), alone, rtol=1e-9, atol=1e-9)
-
-
 @pytest.mark.skipif(not RECENT, reason="a type of the newest transformers")
 @every_kind
 def test_packing_by_a_rule_of_the_model_s_own_is_refused_when_it_comes(kind: str) -> None:
@@ -134,24 +112,6 @@ def test_gradients_are_those_of_the_oracle(model_type: str, kind: str) -> None:
     assert found[0].keys() == found[1].keys()
     for name, one in found[0].items():
         torch.testing.assert_close(one, found[1][name], rtol=1e-7, atol=1e-9, msg=name)
-
-
-def require_saved_and_undone(model: PreTrainedModel, extend: Callable[[], object], folder: Path) -> None:
-    """Extend a model, save and reload it, see that plain code refuses it, and undo the extension bit for bit."""
-    model.save_pretrained(folder / "plain")  # which writes into the config
-    before = State.of(model, tokens(LENGTH))
-    extend()
-    extended = logits(model, tokens(LENGTH))
-    model.save_pretrained(folder)
-    loaded = ctxext.load(folder)
-    assert torch.equal(logits(loaded, tokens(LENGTH)), extended)
-    assert type(loaded) is type(model)
-    with pytest.raises(CheckpointError, match=r"ctxext\.load"):
-        type(model).from_pretrained(folder)
-    for one in (model, loaded):
-        ctxext.unpatch(one)
-    assert before.difference(model) is None
-    assert torch.equal(logits(loaded, tokens(LENGTH)), logits(model, tokens(LENGTH)))
 
 
 @pytest.mark.slow

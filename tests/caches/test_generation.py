@@ -20,24 +20,21 @@ from ctxext.errors import IncompatibleError, InvalidParameterError
 from ctxext.methods.longrope import LongRoPE
 from tests._models import logits, tiny, tokens
 from tests._programs import ROOT, ran
+from tests.caches._requests import (
+    EVERY,
+    LONG_SET,
+    LONGROPE,
+    METHODS,
+    NEW,
+    PROMPT,
+    TOTAL,
+    build,
+    padded,
+    prepared,
+    stepped,
+)
 from tests.walk.tiny import TRAINED_LENGTH
 
-LONG_SET = tuple(1 + number / 4 for number in range(16))
-LONGROPE = LongRoPE(short_factor=(1.0,) * 16, long_factor=LONG_SET, factor=4.0, growth="request")
-METHODS: dict[str, dict[str, Any]] = {
-    "dynamic_ntk": {"method": "dynamic_ntk", "factor": 2.0, "growth": "request"},
-    "dynamic_yarn": {"method": "dynamic_yarn", "factor": 4.0, "growth": "request"},
-    "dynamic_pi": {"method": "dynamic_pi", "factor": 4.0, "growth": "request"},
-    "longrope": {"method": LONGROPE},
-}
-EVERY = [
-    *(("llama", method) for method in METHODS),
-    ("bloom", "dynamic_pi"),
-    ("gemma3_text", "dynamic_yarn"),
-    ("gemma3n_text", "dynamic_pi"),
-]
-PROMPT, NEW = TRAINED_LENGTH - 4, 12
-TOTAL = PROMPT + NEW
 GREEDY: dict[str, Any] = {"max_new_tokens": NEW, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
 
 rotary = pytest.mark.parametrize("method", METHODS)
@@ -45,18 +42,6 @@ NIGHT = {("llama", "dynamic_yarn"), ("llama", "dynamic_pi"), ("gemma3n_text", "d
 every = pytest.mark.parametrize(
     ("model_type", "method"), [pytest.param(*case, marks=[pytest.mark.nightly] * (case in NIGHT)) for case in EVERY]
 )
-
-
-def build(method: str, model_type: str = "llama", **changes: Any) -> PreTrainedModel:
-    return ctxext.patch(tiny(model_type, **changes), trained_length=TRAINED_LENGTH, **METHODS[method])
-
-
-def padded(width: int = PROMPT, short: int = 20) -> tuple[Tensor, Tensor]:
-    """A row of so many tokens, and one of ``short`` tokens behind padding."""
-    ids = tokens(width, rows=2)
-    mask = torch.ones_like(ids)
-    mask[1, : width - short] = 0
-    return ids.masked_fill(mask == 0, 0), mask
 
 
 def generated(model: Any, ids: Tensor, **options: Any) -> Tensor:
@@ -77,21 +62,6 @@ def read_by(model: PreTrainedModel) -> Iterator[list[int]]:
     handle = model.get_decoder().register_forward_pre_hook(note, with_kwargs=True)
     yield widths
     handle.remove()
-
-
-def prepared(model: Any, ids: Tensor, cache: StaticCache, **options: Any) -> dict[str, Any]:
-    """Arguments of the call that reads the last of ``ids``, as ``generate`` prepares them."""
-    mask, new = torch.ones_like(ids), ids.shape[1] - int(cache.get_seq_length())
-    options |= {"attention_mask": mask, "position_ids": mask.cumsum(1) - 1, "past_key_values": cache}
-    given: dict[str, Any] = model.prepare_inputs_for_generation(ids, new, **options)
-    return given
-
-
-@torch.no_grad()
-def stepped(model: Any, ids: Tensor, cache: StaticCache, run: Any = None, **options: Any) -> Tensor:
-    """Logits behind the last of ``ids``, by the model or in the form ``run``."""
-    found: Tensor = (model if run is None else run)(**prepared(model, ids, cache, **options)).logits[:, -1]
-    return found
 
 
 @pytest.mark.slow

@@ -23,7 +23,7 @@ from ctxext.methods.retrieval_heads import RetrievalHeads
 from ctxext.methods.streaming import Streaming
 from tests._models import logits, tiny, tokens
 from tests._programs import ROOT, ran
-from tests.attention.test_remap import (
+from tests.attention._remapped import (
     EXACT,
     KINDS,
     SELF_EXTEND,

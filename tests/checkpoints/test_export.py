@@ -37,21 +37,18 @@ from ctxext.checkpoints.load import extended_config
 from ctxext.checkpoints.write import patch_checkpoint
 from ctxext.errors import CheckpointError, IncompatibleError, InvalidParameterError, PatchStateError, UnknownNameError
 from ctxext.measuring.readings import named_method
-from ctxext.methods import METHODS, Method, RopeMethod
+from ctxext.methods import METHODS, Method
 from ctxext.runtimes import RUNTIMES
 from ctxext.runtimes.llama_cpp import TABLE, flags_of, verdict
 from ctxext.runtimes.vllm import CLASSES, REMAPPED
 from ctxext.runtimes.vllm import TABLE as VLLM_TABLE
-from ctxext.spec import RopeSpec
 from tests._checkpoints import SHAPE, TRAINED, try_only
 from tests._formulas import spectrum
-from tests._models import FOR_LLAMA, on_recent, tiny
+from tests._models import on_recent, tiny
 from tests._products import pairwise
+from tests.runtimes._exported import TARGET, VARIANTS, Spectrum, label, same, wanted
 from tests.walk.tiny import tiny_config
 
-SPEC = RopeSpec(rotary_dim=16, base=10000.0, trained_length=TRAINED)
-TARGET = 4 * TRAINED
-Spectrum = tuple[np.ndarray, float]
 LLAMA3: dict[str, Any] = {"to": "llama.cpp", "method": "llama3", "factor": 4.0}
 
 
@@ -87,37 +84,6 @@ def converted(config: dict[str, Any]) -> dict[str, Any]:
             if key in rope:
                 metadata[f"rope.scaling.yarn_{key}"] = rope[key]
     return metadata
-
-
-def wanted(method: Method, length: int) -> Spectrum:
-    assert isinstance(method, RopeMethod)
-    frequencies = method.frequencies(SPEC, length)
-    return frequencies.inv_freq.numpy(), frequencies.attention_scale
-
-
-def same(found: Spectrum, expected: Spectrum) -> bool:
-    # What does not turn is divided by 1e30, which no text would notice.
-    return bool(np.allclose(found[0], expected[0], rtol=2e-6, atol=1e-29)) and abs(found[1] - expected[1]) < 1e-6
-
-
-VARIANTS: list[Method] = [
-    *(kind.example(SPEC) for kind in FOR_LLAMA.values()),
-    METHODS["yarn"].from_dict({"factor": 4.0, "beta_fast": 16.0, "beta_slow": 2.0}),
-    METHODS["yarn"].from_dict({"factor": 4.0, "truncate": False}),
-    METHODS["yarn"].from_dict({"factor": 4.0, "attention_factor": 1.0}),
-    METHODS["yarn"].from_dict({"factor": 4.0, "ramp": "turns"}),
-    METHODS["longrope"].from_dict({"factor": 4.0, "short_factor": [2.0] * 8, "long_factor": [2.0] * 8}),
-    METHODS["ntk_by_parts"].from_dict({"factor": 4.0}),
-    METHODS["nope"].from_dict({"factor": 4.0, "sharpening": 0.2}),
-    METHODS["yarn"].from_dict({"factor": 4.0, "clip": 3}),
-    METHODS["yarn"].from_dict({"factor": 4.0, "divisor": 3.0, "beta_fast": 16.0, "truncate": False}),
-    METHODS["yarn"].from_dict({"factor": 4.0, "divisor": 5.0}),
-]
-
-
-def label(method: Method) -> str:
-    extra = {key: value for key, value in method.to_dict().items() if not isinstance(value, list)}
-    return "-".join(str(value) for value in extra.values() if value is not None)
 
 
 @pytest.mark.parametrize("method", VARIANTS, ids=label)

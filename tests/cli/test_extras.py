@@ -25,8 +25,8 @@ from tests._checkpoints import TRAINED, save_reader
 from tests._models import byte_model
 from tests._products import some
 from tests._programs import ROOT, free_port
-from tests.evaluation.test_masked import saved as fills_in
-from tests.texts.test_pdf import pdf
+from tests.evaluation._masked import saved as fills_in
+from tests.texts._pdf import pdf
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 EXTRAS_ONLY = (

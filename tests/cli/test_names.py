@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import html
-import io
 import json
 import re
 from pathlib import Path
@@ -13,26 +11,14 @@ import pytest
 from markdown_it import MarkdownIt
 
 from ctxext.choosing import choose, halving
-from ctxext.evaluation.report.figures import Figure
-from ctxext.evaluation.report.markdown import code, escaped, table
-from ctxext.evaluation.report.page import NONE, Code, Heading, Headline, Page, TextTable
 from ctxext.methods.yarn import YaRN
-from ctxext.progress import StageBar, terminal
 from ctxext.texts.documents import Document
 from tests._checkpoints import save_with_tokenizer
 from tests._models import byte_model
+from tests._names import NAMES, text_of
 from tests._programs import ROOT, command
-from tests.evaluation.test_masked import saved
+from tests.evaluation._masked import saved
 
-NAMES = [
-    "a[/b]c",
-    r"$\frac{1$",
-    "[bold]x[/bold] :smile: [link=y]",
-    "a|b `code` ``",
-    "<img src=x onerror=alert(1)> &amp;",
-    "*a* _b_ __init__ self_extend ~~c~~ \\* [d](e) $x$",
-    "# e #",
-]
 CHECKPOINT = r"$\frac{1$ [x] <b>|`"
 
 
@@ -88,118 +74,6 @@ def test_a_choice_ends_in_its_page(place: Path, tmp_path: Path, monkeypatch: pyt
     pictures = [child for token in tokens for child in token.children or () if child.type == "image"]
     assert [one.attrs["src"] for one in pictures] == ["my%20%28own%29%20choice.png"]
     assert CHECKPOINT in text_of(page)
-
-
-def text_of(page: str) -> str:
-    """What a reader of a Markdown page sees; HTML and formulas in it fail the test."""
-    seen = []
-    for token in MarkdownIt("commonmark").enable("table").parse(page):
-        assert token.type != "html_block", token.content
-        for child in token.children or ():
-            assert child.type != "html_inline", child.content
-            seen.append(child.content if child.type in ("text", "text_special", "code_inline") else "")
-        if token.type == "fence":
-            seen.append(token.content)
-        seen.append("" if token.type == "inline" else "\n")
-    return "".join(seen)
-
-
-@pytest.mark.parametrize("name", [*NAMES, "two\nlines", "- x", "!["])
-def test_markdown_shows_a_name_as_it_is(name: str) -> None:
-    shown = " ".join(name.splitlines())
-    for page in (
-        f"# Of {escaped(name)}, all",
-        f"**{escaped(name)}**: x",
-        f"- x {escaped(name)}",
-        table([name], [[name]]),
-    ):
-        kinds = {
-            child.type
-            for token in MarkdownIt("commonmark").enable("table").parse(page)
-            for child in token.children or ()
-        }
-        assert kinds <= {"text", "text_special", "strong_open", "strong_close"}
-        assert shown in text_of(page)
-    assert shown in text_of(code(name))
-    assert text_of(table(["a", "b"], [[code(name, in_table=True), "1"]])).count(shown) == 1
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", NAMES)
-def test_a_bar_and_a_figure_show_a_name_as_it_is(name: str, tmp_path: Path) -> None:
-    console = terminal(record=True, width=100, file=io.StringIO())
-    with StageBar(console, 1.0) as bar:
-        bar(name, 1.0)
-    assert name in console.export_text()
-
-    def draw(figure: Any) -> None:
-        axes = figure.subplots()
-        axes.plot([1, 2], [0.001, 1e5], label=name)
-        axes.set_yscale("log")
-        axes.set_xticks([1, 2], [name, name])
-        axes.legend(title=name)
-
-    drawn: list[Any] = []
-    figure = Figure(name="x", title=name, size=(5.0, 3.0), draw=lambda canvas: (draw(canvas), drawn.append(canvas)))
-    figure.save(tmp_path / "x.png")
-    labels = [label.get_text() for label in drawn[0].axes[0].get_yticklabels()]
-    assert "100,000" in labels
-    assert not any("math" in label for label in labels)
-
-
-@pytest.mark.parametrize("width", [60, 80, 120])
-def test_a_bar_keeps_its_times_beside_a_long_name(width: int) -> None:
-    written = io.StringIO()
-    name = "YaRN (attention_factor=1.020273, divisor=1.5), text32k, part 1, 512 tokens"
-    with StageBar(terminal(file=written, width=width, force_terminal=True, color_system=None), 2.0) as bar:
-        bar(name, 1.0)
-        bar._bar.refresh()
-    line = max(re.sub(r"\x1b\[[\d?;]*[a-zA-Z]", "", written.getvalue()).split("\r"), key=len).rstrip()
-    assert len(line) <= width
-    assert re.search(r"YaRN .*\W+ 0:00:00 -:--:-- left$", line)
-    assert ("…" in line) is (width < 120)
-
-
-@pytest.mark.parametrize("seconds", [7, 45, 400])
-@pytest.mark.parametrize("is_terminal", [True, False])
-def test_the_time_left_is_told_however_long_a_step_lasts(
-    seconds: int, is_terminal: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    now = 0.0
-    console = terminal(file=io.StringIO(), width=100, force_terminal=is_terminal, color_system=None)
-    monkeypatch.setattr(console, "get_time", lambda: now)
-    monkeypatch.setattr("time.perf_counter", lambda: now)
-    with StageBar(console, 8.0) as bar:
-        for done in range(1, 8):
-            now += seconds
-            bar("reading", 1.0)
-            assert done == 1 or bar._bar.tasks[0].time_remaining == pytest.approx((8 - done) * seconds, abs=1)
-    written: Any = console.file
-    lines = [line for line in written.getvalue().splitlines() if " %" in line]
-    assert len(lines) == (0 if is_terminal else {7: 0, 45: 3, 400: 7}[seconds])
-    assert all("s left" in line for line in lines[1:])
-
-
-def test_a_table_does_not_part_a_number_from_its_error() -> None:
-    rows = [["YaRN (attention_factor=1.020273, divisor=1.5)", "-0.044 ± 0.006", "0.051 ± 0.016", NONE, "worse here"]]
-    console = terminal(record=True, width=60)
-    console.print(TextTable(header=["", "inside the window", "beyond", "end", "came to"], rows=rows).for_terminal())
-    shown = console.export_text()
-    assert "-0.044 ± 0.006  0.051 ± 0.016" in shown
-    assert max(map(len, shown.splitlines())) <= 60
-    assert "worse here" in " ".join(shown.split())
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_a_page_shows_a_name_as_it_is(name: str) -> None:
-    table = TextTable(header=["", name], rows=[[name, Code(name)]], title=name, caption=name)
-    page = Page(name, [table, name, Headline(name)], [Heading(name)])
-    console = terminal(record=True, width=200)
-    page.show(console)
-    assert console.export_text().count(name) == 7
-    assert text_of(page.markdown()).count(name) == 9
-    shown = re.sub(r"<style>.*?</style>|<[^>]*>", "", page.html(), flags=re.DOTALL)
-    assert html.unescape(shown).count(name) == 10
 
 
 def test_a_name_is_one_line_that_can_be_printed() -> None:

@@ -12,7 +12,7 @@ from transformers import CompileConfig, PreTrainedModel, StaticCache
 import ctxext
 from ctxext.errors import InvalidParameterError, PatchStateError
 from tests._models import logits, tokens
-from tests.caches.test_generation import EVERY, METHODS, TOTAL, build, padded, stepped
+from tests.caches._requests import EVERY, METHODS, TOTAL, build, padded, stepped
 from tests.walk.tiny import TRAINED_LENGTH
 
 

@@ -11,7 +11,7 @@ from transformers import DynamicCache, PreTrainedModel
 
 import ctxext
 from tests._models import on_recent, tiny, tokens
-from tests.contracts.test_fake_cuda import LENGTH, MODELS, patched
+from tests.contracts._fake_device import LENGTH, MODELS, patched
 
 DEVICE = "cuda"
 pytestmark = [

@@ -9,29 +9,17 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import PreTrainedModel
 
 import ctxext
-from ctxext.kernels import base, sdpa, step
+from ctxext.kernels import step
 from ctxext.kernels.pieces import _Differentiable
 from ctxext.laboratory.near_far import _WithFar
-from ctxext.methods import known_methods
-from ctxext.methods.base import BiasMethod, RopeMethod
-from ctxext.methods.encoding import EncodingMethod
-from ctxext.methods.remap import RemapMethod
-from ctxext.spec import RopeSpec
 from tests._fake_cuda import CUDA, load_guard, on_fake_cuda
 from tests._models import on_recent, tiny
 from tests._products import some
-from tests.walk.tiny import TRAINED_LENGTH
+from tests.contracts._fake_device import LENGTH, MODELS, patched, set_capability
 
-SPEC = RopeSpec(rotary_dim=32, base=10000.0, trained_length=TRAINED_LENGTH)
-LENGTH = TRAINED_LENGTH + 40
-KINDS = (RopeMethod, BiasMethod, RemapMethod, EncodingMethod)
-MODELS = [("llama", name) for name, cls in known_methods().items() if issubclass(cls, KINDS)]
-MODELS += [("bloom", "alibi"), ("mpt", "alibi"), ("gpt_neox", "self_extend"), ("deepseek_v3", "yarn"), ("gpt2", "tile")]
-MODELS += [("gemma3_text", "yarn"), ("qwen3", "dual_chunk"), ("mixtral", "yarn"), ("opt", "hierarchical")]
-EXPERTS = ("deepseek_v3", "mixtral")
+BOTH = [torch.bfloat16, torch.float32]
 # One method of each kind on a Llama, which a loss is computed with; every model and method is read.
 OF_EACH_KIND = {"yarn", "dynamic_ntk", "alibi", "self_extend", "t5_bias", "path", "fox", "learned"}
 
@@ -41,31 +29,12 @@ def guard(tmp_path_factory: pytest.TempPathFactory) -> None:
     load_guard(tmp_path_factory.mktemp("guard"))
 
 
-def set_capability(capability: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    for module in (base, sdpa):
-        monkeypatch.setattr(module, "capability_of", torch.cuda.get_device_capability)  # without what it remembers
-
-
-BOTH = [torch.bfloat16, torch.float32]
-
-
 @pytest.fixture(autouse=True, params=some(BOTH, torch.bfloat16))
 def dtype(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> torch.dtype:
     set_capability((9, 0), monkeypatch)
     monkeypatch.setattr(step, "_rows", lambda q, k, v, *_, **__: q.new_empty(*q.shape[:3], v.shape[3]))
     kind: torch.dtype = request.param
     return kind
-
-
-def patched(model_type: str, name: str, dtype: torch.dtype) -> PreTrainedModel:
-    if model_type in EXPERTS and dtype == torch.float32:
-        pytest.skip("without data torch computes experts in bfloat16 only")
-    model, cls = tiny(model_type).to(dtype), known_methods()[name]
-    how: dict[str, Any] = {"growth": "doubling"} if name.startswith("dynamic_") else {}
-    method: Any = cls.example(SPEC) if model_type == "llama" and not how else name
-    length: dict[str, Any] = {} if isinstance(method, str) else {"trained_length": TRAINED_LENGTH}
-    return ctxext.patch(model, method, **(length or {"factor": 4.0} | how))
 
 
 def require(logits: Tensor, rows: int, length: int, dtype: torch.dtype) -> None:

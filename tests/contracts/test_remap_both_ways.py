@@ -21,8 +21,8 @@ from ctxext.methods.streaming import Streaming
 from tests._models import RECENT, tokens
 from tests._products import crossed
 from tests._remap import ROPE, dense, relative_positions, spec_of
-from tests.attention.test_both_ways import LENGTH, keep_of, logits, require_alone_in_a_pack, require_saved_and_undone
-from tests.attention.test_both_ways import encoder as encoder_of
+from tests.attention._encoders import LENGTH, keep_of, logits, require_alone_in_a_pack, require_saved_and_undone
+from tests.attention._encoders import encoder as encoder_of
 from tests.walk.tiny import TRAINED_LENGTH, tiny_config, tiny_model
 
 REMAPS = [cls for cls in METHODS.values() if issubclass(cls, RemapMethod) and cls is not RetrievalHeads]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import importlib
 import inspect
-import itertools
 import json
 import subprocess
 import sys
@@ -25,9 +24,8 @@ import ctxext
 from ctxext.core import steps
 from ctxext.core.saved import TESTED
 from ctxext.errors import CtxextError, IncompatibleError, InvalidParameterError, PatchStateError, UnknownNameError
-from ctxext.methods import METHODS, Method, known_methods
+from ctxext.methods import METHODS, known_methods
 from ctxext.methods.yarn import YaRN
-from ctxext.registry import discover
 from ctxext.spec import ExtensionArguments
 from tests._models import logits, tiny, tokens
 from tests.walk.check import State
@@ -75,14 +73,6 @@ def test_methods_exports_every_class_by_name() -> None:
     assert set(package.__all__) <= set(namespace)
     with pytest.raises(AttributeError, match=r"no attribute 'Yarn'; its methods: .*YaRN"):
         package.Yarn  # noqa: B018
-
-
-def test_two_classes_of_one_name_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    package = importlib.import_module("ctxext.methods")
-    abf = importlib.import_module("ctxext.methods.abf")
-    monkeypatch.setattr(abf.ABF, "name", "pi")
-    with pytest.raises(RuntimeError, match="are both named 'pi'"):
-        discover(package, Method)
 
 
 @pytest.mark.slow
@@ -319,60 +309,6 @@ def test_the_verb_finds_every_room_in_a_fresh_process() -> None:
     """Whatever a program imports first, the rooms have registered before the first extension."""
     done = subprocess.run([sys.executable, "-c", FRESH], cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-2000:]
-
-
-def test_steps_run_in_the_order_of_their_moments_whatever_was_imported_first() -> None:
-    for name in ("retrieval_heads", "dynamic_ntk"):
-        steps.fill_steps_of(METHODS[name](factor=2))
-    order = [(step.moment.name, step.do.__module__.removeprefix("ctxext.")) for step in steps.steps()]
-    assert order == [
-        ("CHECK", "caches.continuous"),
-        ("OWN_CONFIG", "models.own_config"),
-        ("PARTS", "models.sides"),
-        ("METHOD", "attention.heads"),
-        ("METHOD", "models.sides"),
-        ("METHOD", "models.temperature"),
-        ("MODULES", "caches.continuous"),
-        ("MODULES", "caches.generation"),
-        ("MODULES", "checkpoints.limits"),
-        ("MODULES", "models.drafts"),
-        ("REPLICAS", "core.override"),
-        ("CONFIG", "checkpoints.limits"),
-        ("CONFIG", "checkpoints.limits"),
-        ("SAVING", "checkpoints.adapters"),
-        ("CACHES", "caches.records"),
-    ]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("model_type", "arguments"),
-    [
-        ("ministral3", {"method": "yarn"}),
-        ("ministral3", {"method": "retrieval_heads"}),
-        ("ministral3", {"method": "retrieval_heads", "temperature": "yarn"}),  # refused
-        ("t5gemma", {"method": "yarn"}),
-        ("t5gemma", {"method": "dynamic_ntk"}),  # refused
-    ],
-)
-def test_steps_that_complete_a_method_commute(
-    model_type: str, arguments: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """All three read and replace ``Work.method``, and only the names of their files order them."""
-    every, outcomes = steps.steps(), set()
-    completing = [step for step in every if step.moment is steps.Moment.METHOD]
-    scaling = {"scaling": "extend"} if model_type == "ministral3" else {}
-    for order in itertools.permutations(completing):
-        rest = [step for step in every if step not in completing]
-        monkeypatch.setattr(steps, "steps", lambda order=order, rest=rest: [*rest, *order])
-        model = tiny(model_type)
-        try:
-            ctxext.patch(model, factor=4.0, **scaling, **arguments)
-            outcomes.add(json.dumps(model.config.to_dict()["ctxext"], sort_keys=True))
-        except IncompatibleError as error:
-            outcomes.add(str(error))
-    assert len(completing) == 3
-    assert len(outcomes) == 1
 
 
 @pytest.mark.parametrize("moment", steps.Moment)

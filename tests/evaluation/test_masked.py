@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import BertForMaskedLM, BertModel
+from transformers import BertModel
 
 import ctxext
 from ctxext.errors import CheckpointError, IncompatibleError, InvalidParameterError
@@ -40,6 +40,7 @@ from tests._models import bert, tiny
 from tests._programs import command
 from tests._tokenizer import make_tokenizer
 from tests._tokenizer import make_two_sided_tokenizer as tokenizer
+from tests.evaluation._masked import saved
 
 TRAINED = 64
 MASK = 257
@@ -208,10 +209,6 @@ def test_a_report_is_read_as_it_was_written_and_says_what_it_found() -> None:
     assert told[0].startswith("Does PI \N{MULTIPLICATION SIGN}2 beat the best window around each masked token at 128")
     assert "on these texts" in told[0] or "not measurably" in told[0]
     assert "0.571 times on average, so that most are never" in told[-1]
-
-
-def saved(folder: Path, kind: Any = BertForMaskedLM) -> Path:
-    return save_with_tokenizer(bert(kind), folder, tokenizer())
 
 
 @pytest.mark.nightly

@@ -39,7 +39,7 @@ from tests._models import byte_model, tiny, trained_for
 from tests._products import some
 from tests._programs import launched
 from tests._tokenizer import make_tokenizer
-from tests.texts.test_conversations import PLAIN, chat_tokenizer
+from tests.texts._conversations import PLAIN, chat_tokenizer
 
 TRAINED = 64
 WINDOWS = (16, 32, 48, 64)

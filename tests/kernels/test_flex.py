@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import functools
 import itertools
-import re
 from collections.abc import Callable
 
 import pytest
 import torch
 
-from ctxext.errors import BackendUnavailableError
 from ctxext.kernels import Call, Layout, Need, flex
 from ctxext.kernels.blocks import PartRule
 from ctxext.kernels.flex import BLOCK, Flex, block_mask
@@ -164,25 +162,3 @@ def test_numbers_are_constants_of_the_kernel(change: dict, biased: bool, monkeyp
 def test_why_not(need: Need, reason: str) -> None:
     assert reason in (Flex().why_not(need) or "")
     assert Flex().why_not(Need(device="cuda", training=True, query_length=256, key_length=256)) is None
-
-
-@pytest.mark.parametrize("softcap", [None, 0.7])
-def test_what_a_torch_cannot_compile_is_refused_with_its_version(
-    softcap: float | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """torch 2.15 on a CPU, with a soft cap: dynamo fails in a call with fake tensors."""
-
-    def fails(*_: object, **__: object) -> None:
-        raise torch._dynamo.exc.TorchRuntimeError("when making fake tensor call")
-
-    monkeypatch.setattr(torch, "compile", lambda *_, **__: fails)
-    kernel = flex._compiled.__wrapped__("cpu")
-    monkeypatch.setattr(flex, "_compiled", lambda _: kernel)
-    one = cases.case("causal", torch.float32, biased=False)
-    calls = [
-        lambda: Flex().attend(Call.of(*one.tensors(), one.layout, scale=one.scale, softcap=softcap)),
-        lambda: Flex().with_lse(*one.tensors(), PartRule(one.scale, causal=True, softcap=softcap)),
-    ]
-    for call in calls:
-        with torch.no_grad(), pytest.raises(BackendUnavailableError, match=re.escape(f"torch {torch.__version__}")):
-            call()

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from tests._programs import ROOT, ran
-from tests.kernels.test_step import Launches, programs
+from tests.kernels._launches import Launches, programs
 from tests.referee import twin
 
 pytest.importorskip("triton")

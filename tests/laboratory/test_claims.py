@@ -2,81 +2,19 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
 from ctxext.laboratory.claims import CLAIMS, EVERY_OTHER, ITSELF_TRUNCATED, Claim, judge, verdicts
-from ctxext.laboratory.result import LabReading, LabResult, blocks_of, paired
+from ctxext.laboratory.result import LabReading, paired
 from ctxext.laboratory.subjects import subjects
-from ctxext.measuring.statistics import PairedDifference, students_quantile
+from ctxext.measuring.statistics import PairedDifference
 from tests._products import some
-
-BLOCKS = len(blocks_of(64)) - 1
-SEEDS, WINDOWS = 3, 10
-
-
-def noise(*shape: int, seed: int = 0, size: float = 0.01) -> Tensor:
-    return size * torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-
-
-def nested(values: Tensor) -> Any:
-    return tuple(nested(one) if one.ndim else one.item() for one in values)
-
-
-def of_text(
-    name: str, loss: float, *, order: float = 0.5, truncated: float = 9.0, size: float = 0.01, seed: int = 0
-) -> LabReading:
-    subject, _, extension = name.partition(" + ")
-    return LabReading(
-        task="text",
-        subject=subject,
-        kind="encoding",
-        extension=extension,
-        parameters=1,
-        steps=1,
-        seconds=1.0,
-        seeds=tuple(range(SEEDS)),
-        scores=nested(loss + noise(SEEDS, WINDOWS, BLOCKS, seed=seed, size=size)),
-        truncated=() if extension else nested(truncated + noise(SEEDS, WINDOWS, 3, seed=seed + 1)),
-        order=() if extension else nested(order + noise(SEEDS, WINDOWS, seed=seed + 2)),
-    )
-
-
-def of_parity(name: str, inside: float, beyond: float, *, kind: str = "encoding") -> LabReading:
-    shares = torch.tensor([inside, inside, beyond, beyond, beyond]).double()
-    scores = shares + noise(SEEDS, WINDOWS, 5)
-    subject, _, extension = name.partition(" + ")
-    return LabReading(
-        task="parity",
-        subject=subject,
-        kind=kind,
-        extension=extension,
-        parameters=1,
-        steps=1,
-        seconds=1.0,
-        seeds=tuple(range(SEEDS)),
-        scores=nested(scores),
-        truncated=(),
-        order=(),
-    )
-
-
-def result_of(*readings: LabReading) -> LabResult:
-    return LabResult(
-        preset="quick",
-        settings={"length": 64},
-        readings=readings,
-        documents=(),
-        text_sha256="",
-        seconds=1.0,
-        provenance={},
-    )
+from tests.laboratory._results import WINDOWS, nested, noise, of_parity, of_text, result_of
 
 
 def answer(claim: Claim, *readings: LabReading) -> tuple[str, str]:
@@ -183,17 +121,6 @@ def test_equals_contradict_no_claim_and_bear_none_out(rivals: int, seeds: int, a
     assert sum(one != "not at this size" for one in answers) <= 0.06 * runs
 
 
-def test_the_error_adds_seeds_and_windows() -> None:
-    values = noise(4, 9, seed=3, size=1.0) + torch.arange(4).double()[:, None]
-    found = paired(values)
-    by_window, by_seed = values.numpy().mean(0), values.numpy().mean(1)
-    parts = [by_window.var(ddof=1) / 9, by_seed.var(ddof=1) / 4]
-    assert found.mean == pytest.approx(values.mean().item())
-    assert found.standard_error == pytest.approx(math.sqrt(sum(parts)))
-    assert found.margin == pytest.approx(students_quantile(0.05, 3) * found.standard_error)
-    assert found.over == "windows and seeds"
-
-
 def test_seeds_that_disagree_ask_for_more() -> None:
     agree = noise(2, 50, size=0.1) + 1.0
     disagree = agree + torch.tensor([[-0.9], [0.9]])
@@ -217,32 +144,3 @@ def test_what_was_learned_is_asked_of_these_models_not_of_others() -> None:
 def test_a_difference_without_any_spread_is_certain() -> None:
     assert judge([PairedDifference(0.5, 0.0, 20, 10)]) == "reproduced"
     assert judge([paired(torch.zeros(2, 5))]) == "not at this size"
-
-
-def test_the_mean_over_a_doubling_weighs_bytes_alike() -> None:
-    result = result_of(of_text("a", 2.0))
-    edges = blocks_of(64)
-    widths = [stop - start for start, stop in itertools.pairwise(edges)]
-    by_position = torch.cat([torch.full((width,), float(place)) for place, width in enumerate(widths)])
-    reading = of_text("a", 0.0, size=0.0)
-    values = torch.arange(BLOCKS).double().expand(SEEDS, WINDOWS, BLOCKS)
-    object.__setattr__(reading, "scores", nested(values))
-    for multiple in (0.5, 1, 2, 4, 8):
-        stop = int(64 * multiple)
-        expected = by_position[stop // 2 : stop].mean().item()
-        assert result.at(reading, multiple).mean().item() == pytest.approx(expected)
-
-
-def test_the_blocks_double_and_reach_eight_times_as_far() -> None:
-    for length in (8, 16, 64, 100, 128, 256):
-        edges = blocks_of(length)
-        assert (edges[0], edges[-1]) == (0, 8 * length)
-        assert list(edges) == sorted(set(edges))
-        assert {length // 2, length, 2 * length, 4 * length} <= set(edges)
-    assert blocks_of(128)[:9] == (0, 16, 24, 32, 48, 64, 96, 128, 160)
-    assert len(blocks_of(128)) == 20
-
-
-def test_written_and_read_again() -> None:
-    result = result_of(of_text("a", 2.0), of_parity("a", 0.9, 0.6))
-    assert LabResult.from_dict(result.to_dict()) == result

@@ -22,45 +22,18 @@ from ctxext.evaluation.report.page import write_page
 from ctxext.laboratory import run as work
 from ctxext.laboratory.report import lab_page
 from ctxext.laboratory.result import LabResult
-from ctxext.laboratory.run import PRESETS, LabJob, Laboratory, LabSettings, prepare
-from ctxext.laboratory.subjects import EXTENSIONS, RECURRENT, Body, subjects
+from ctxext.laboratory.run import PRESETS, LabJob, prepare
+from ctxext.laboratory.subjects import EXTENSIONS, subjects
 from ctxext.laboratory.tasks import TASKS, byte_text
 from ctxext.measuring.loss import loss_by_position, truncated_loss
 from ctxext.measuring.survey import Answer
-from ctxext.methods import METHODS, EncodingMethod, Method, known_methods
+from ctxext.methods import METHODS, Method
 from ctxext.registry import discover
 from ctxext.texts.documents import read_documents
 from tests._programs import command
+from tests.laboratory._laboratory import SMALL, TINY, laboratory
 
-SMALL = Body(hidden=16, layers=1, heads=2)
-TINY = LabSettings(
-    text=SMALL,
-    puzzle=SMALL,
-    length=16,
-    text_steps=3,
-    text_rows=4,
-    windows=4,
-    puzzle_steps=2,
-    puzzle_tokens=100,
-    puzzle_rows=4,
-)
 PAIR = replace(SMALL, layers=2)
-
-
-@pytest.fixture(scope="module")
-def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Words in a rhythm, so that order can be learned, but no stretch is like another."""
-    generator = torch.Generator().manual_seed(0)
-    words = ["the", "rain", "falls", "and", "a", "river", "runs"]
-    drawn = torch.randint(0, len(words), (3000,), generator=generator).tolist()
-    path = tmp_path_factory.mktemp("text") / "words.txt"
-    path.write_text(" ".join(words[place] for place in drawn), encoding="utf-8")
-    return path
-
-
-def laboratory(output: Path | None, text: Path, settings: LabSettings = TINY, **asked: Any) -> Laboratory:
-    given: dict[str, Any] = {"only": ("rope", "alibi"), "tasks": ("text", "parity"), "seeds": 2, "workers": 1} | asked
-    return prepare(output, text=[text] if "text" in given["tasks"] else (), settings=settings, **given)
 
 
 def found(result: LabResult) -> Any:
@@ -132,30 +105,6 @@ def result(text: Path) -> LabResult:
 
 
 # Who is measured
-
-
-def test_everybody_who_can_take_the_place_of_rotation_is_here() -> None:
-    found = subjects()
-    encodings = {name for name, kind in known_methods().items() if issubclass(kind, EncodingMethod)}
-    assert len(encodings) >= 8
-    assert set(found) == encodings | {"rope", "alibi", "nope"} | set(RECURRENT)
-    assert {name for name, one in found.items() if one.is_slow} == {"sinusoidal", "learned", "nope"}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", RECURRENT)
-def test_recurrent_models_have_about_as_many_weights_and_any_length(name: str) -> None:
-    body = PRESETS["quick"].settings.text
-    ours, theirs = (
-        sum(weight.numel() for weight in one.build(body, vocabulary=256, trained_length=128, seed=0).parameters())
-        for one in (subjects()["rope"], subjects()[name])
-    )
-    assert 0.8 < theirs / ours < 1.25
-    model = subjects()[name].build(PAIR, vocabulary=7, trained_length=8, seed=0).eval()
-    tokens = torch.randint(0, 7, (2, 50), generator=torch.Generator().manual_seed(0))
-    with torch.no_grad():
-        whole, part = (model(input_ids=each, use_cache=False).logits for each in (tokens, tokens[:, :33]))
-    torch.testing.assert_close(whole[:, :33], part, atol=1e-4, rtol=1e-4)  # and what comes later changes nothing
 
 
 NEW = '''

@@ -14,10 +14,9 @@ import ctxext
 from ctxext.errors import IncompatibleError, InvalidParameterError, PatchStateError, UnknownNameError
 from ctxext.laboratory.encodings import ENCODINGS
 from ctxext.methods.yarn import YaRN
-from tests._models import RECENT, tiny, tokens
-from tests.attention.test_both_ways import encoder
-from tests.models.test_sinusoid import build
-from tests.models.test_table import gpt2
+from tests._models import RECENT, gpt2, tiny, tokens
+from tests.attention._encoders import encoder
+from tests.models._sinusoids import build
 from tests.walk.check import State
 from tests.walk.tiny import TRAINED_LENGTH, tiny_config, tiny_model
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -33,18 +32,12 @@ from ctxext.methods.base import TableMethod
 from ctxext.models import find_architecture
 from ctxext.models.table import LearnedTable
 from ctxext.models.table_rows import places_of
-from tests._models import RECENT
+from tests._models import RECENT, gpt2
 from tests._tokenizer import make_tokenizer
 from tests.walk.tiny import tiny_config, tiny_model
 
 SMALL = {"vocab_size": 300, "num_hidden_layers": 2, "num_attention_heads": 2, "hidden_size": 32}
 BERT = SMALL | {"intermediate_size": 48, "max_position_embeddings": 32}
-
-
-def gpt2(**changes: Any) -> GPT2LMHeadModel:
-    torch.manual_seed(0)
-    small = {"vocab_size": 300, "n_layer": 2, "n_head": 2, "n_embd": 32, "n_positions": 32, "initializer_range": 0.3}
-    return GPT2LMHeadModel(GPT2Config(**(small | changes))).eval()
 
 
 def roberta() -> RobertaModel:

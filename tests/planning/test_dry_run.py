@@ -14,7 +14,7 @@ import ctxext
 from ctxext.errors import InvalidParameterError
 from ctxext.planning.plan import plan_serving
 from tests._models import tiny, tokens
-from tests.planning.test_plan import HEAD_DIM, HIDDEN, KV_HEADS, LENGTH, LINEAR, MODELS, held_by, llama
+from tests.planning._held import HEAD_DIM, HIDDEN, KV_HEADS, LENGTH, LINEAR, MODELS, held_by, llama
 
 ROW = 2 * KV_HEADS * HEAD_DIM  # numbers that one layer holds of one token
 

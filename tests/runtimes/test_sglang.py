@@ -16,7 +16,7 @@ from ctxext.errors import IncompatibleError
 from ctxext.methods import METHODS, Method
 from tests._checkpoints import SHAPE, TRAINED
 from tests._formulas import spectrum
-from tests.checkpoints.test_export import TARGET, VARIANTS, Spectrum, label, same, wanted
+from tests.runtimes._exported import TARGET, VARIANTS, Spectrum, label, same, wanted
 
 
 def sglang(config: dict[str, Any], flags: dict[str, str]) -> Spectrum:

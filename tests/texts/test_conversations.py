@@ -8,19 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import PreTrainedTokenizerFast
 
 from ctxext.errors import InvalidParameterError
 from ctxext.texts.corpus import corpus_of, tokenise
 from ctxext.texts.documents import Document, read_documents
-from tests._tokenizer import make_tokenizer
+from tests.texts._conversations import MARKED, PLAIN, chat_tokenizer, write
 
-MARKED = (
-    "{{ bos_token }}{% for m in messages %}{% if m.role == 'assistant' %}[a]{% generation %}{{ m.content }};"
-    "{% endgeneration %}{% else %}[u]{{ m.content }};{% endif %}{% endfor %}"
-    "{% if add_generation_prompt %}[a]{% endif %}"
-)
-PLAIN = MARKED.replace("{% generation %}", "").replace("{% endgeneration %}", "")
 # Writes what an assistant thought only while its message is the last, as templates of reasoning models do.
 FORGETTING = PLAIN.replace("[a]{{", "[a]{% if loop.last %}hm, {% endif %}{{")
 CHAT = [("user", "hi"), ("assistant", "hello"), ("user", "go on"), ("assistant", "so")]
@@ -28,17 +21,6 @@ CHAT = [("user", "hi"), ("assistant", "hello"), ("user", "go on"), ("assistant",
 
 def chat(turns: Sequence[tuple[str, str]] = CHAT) -> list[dict[str, str]]:
     return [{"role": role, "content": content} for role, content in turns]
-
-
-def chat_tokenizer(template: str | None) -> PreTrainedTokenizerFast:
-    tokenizer = make_tokenizer(bos=True)
-    tokenizer.chat_template = template
-    return tokenizer
-
-
-def write(path: Path, *rows: Mapping[str, Any]) -> Path:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    return path
 
 
 @pytest.fixture(scope="module")

@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerFast
 from ctxext.training.settings import Settings, Stage, read_settings
 from scripts.update_readme import header_of
 from tests._models import tiny
-from tests.texts.test_conversations import PLAIN, chat_tokenizer, write
+from tests.texts._conversations import PLAIN, chat_tokenizer, write
 from tests.training._recipe import CONFIGS, RECIPES, losses, recipe, words_of
 from tests.walk.tiny import TRAINED_LENGTH
 

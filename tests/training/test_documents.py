@@ -20,7 +20,7 @@ from ctxext.training import chunk_loss
 from ctxext.training.documents import TokenisedDocuments
 from ctxext.training.sequences import IGNORED, PackedSequences, TrainingSequences, require_gaps, require_separate
 from tests._models import tiny
-from tests.texts.test_conversations import PLAIN, chat_tokenizer
+from tests.texts._conversations import PLAIN, chat_tokenizer
 
 LENGTH = 61  # of which 60 are text; documents of 400, 90, 200 and 20 tokens leave 40, 30, 20 and 20 over
 

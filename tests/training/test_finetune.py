@@ -19,7 +19,7 @@ from ctxext.errors import CheckpointError, InvalidParameterError, PatchStateErro
 from ctxext.training.checkpoints import last_checkpoint
 from ctxext.training.trainer import LongTrainer, NotANumberError
 from tests._models import logits, tokens
-from tests.texts.test_conversations import PLAIN, chat_tokenizer, write
+from tests.texts._conversations import PLAIN, chat_tokenizer, write
 from tests.training._recipe import interrupted, losses, recipe
 
 STEPS = 4

@@ -19,8 +19,7 @@ from ctxext.core.subject import Subject
 from ctxext.errors import IncompatibleError, InvalidParameterError
 from ctxext.training.lora import attach_lora
 from ctxext.training.parallel import launched_parallelism, release_attention, require_carried, whole_sequence
-from tests._models import tiny, tokens
-from tests.attention.test_attend import FALCON
+from tests._models import FALCON, tiny, tokens
 
 LENGTH = 96
 

@@ -23,9 +23,8 @@ from ctxext.training.masked import MaskedSequences, shift_of
 from ctxext.training.sequences import IGNORED, TrainingSequences
 from ctxext.training.settings import Settings, checked_settings
 from ctxext.training.table import TrainedTable
-from tests._models import bert, tiny
+from tests._models import bert, gpt2, tiny
 from tests._tokenizer import make_two_sided_tokenizer
-from tests.models.test_table import gpt2
 from tests.training._recipe import losses, recipe
 from tests.walk.tiny import TRAINED_LENGTH as TRAINED
 

@@ -2,33 +2,14 @@
 
 from __future__ import annotations
 
-import os
-import pty
-import re
-import sys
-import threading
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from transformers import TrainingArguments
 
-from ctxext.training.lora import attach_lora
-from ctxext.training.progress import TrainingProgress
-from ctxext.training.trainer import LongTrainer, NotANumberError
+from ctxext.training.trainer import NotANumberError
 from tests._host_reads import Counting
-from tests._models import tiny, tokens
-from tests.training._recipe import QUIET
-
-
-def trainer_of(directory: Path, *, layers: int = 2, steps: int = 1, **own: Any) -> LongTrainer:
-    model = attach_lora(tiny(num_hidden_layers=layers, tie_word_embeddings=True), rank=4)
-    rows = [{"input_ids": row, "labels": row, "index": torch.tensor(0)} for row in tokens(rows=2)]
-    arguments = TrainingArguments(
-        str(directory), max_steps=steps, learning_rate=1e-3, remove_unused_columns=False, **QUIET
-    )
-    return LongTrainer(model, arguments, train_dataset=rows, **own)
+from tests.training._trainer import trainer_of
 
 
 @pytest.mark.slow
@@ -83,32 +64,3 @@ def test_reads_of_a_step_do_not_grow_with_the_weights(tmp_path: Path) -> None:
 
     few, many = (reads(layers, steps=6) - reads(layers, steps=2) for layers in (1, 3))
     assert few == many
-
-
-def test_the_bar_of_a_terminal_shows_the_loss_of_each_step_beside_its_number(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    ours, theirs = pty.openpty()
-    written: list[bytes] = []
-
-    def read() -> None:
-        while not written or b"the end" not in b"".join(written):
-            written.append(os.read(ours, 4096))
-
-    reader = threading.Thread(target=read)
-    reader.start()
-    progress = TrainingProgress(lambda step: 100)
-    trainer = trainer_of(tmp_path, steps=3, callbacks=[progress])
-    with os.fdopen(theirs, "w") as terminal, monkeypatch.context() as patched:
-        patched.setenv("COLUMNS", "200")
-        patched.setattr(sys, "stderr", terminal)
-        trainer.train()
-        progress.close()
-        terminal.write("the end")
-        terminal.flush()
-        reader.join()
-    os.close(ours)
-    shown = set(re.findall(r"step (\d)/3  loss (\S+)", b"".join(written).decode()))
-    losses = [entry for entry in trainer.state.log_history if "loss" in entry]
-    assert shown == {(str(entry["step"]), f"{entry['loss']:.4f}") for entry in losses}
-    assert len(shown) == 3

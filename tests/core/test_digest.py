@@ -1,0 +1,21 @@
+"""A digest tells checkpoints apart."""
+
+from __future__ import annotations
+
+import torch
+
+import ctxext
+from ctxext.core.digest import _adapters_in_use, weights_digest
+from tests._models import tiny
+
+
+def test_a_digest_tells_checkpoints_apart() -> None:
+    model = tiny()
+    first = weights_digest(model)
+    ctxext.patch(model, "dynamic_ntk", factor=2.0)
+    ctxext.unpatch(model)
+    assert weights_digest(model) == first
+    model.model.layers[1].mlp.up_proj.weight.data += 1e-3
+    trained = weights_digest(model)
+    assert len({first, trained, weights_digest(model.to(torch.bfloat16))}) == 3
+    assert _adapters_in_use(model) == [], "a whole model has methods of the same names"
