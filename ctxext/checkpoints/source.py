@@ -23,7 +23,7 @@ from ctxext.checkpoints.gguf_file import GGUFFile
 from ctxext.checkpoints.gguf_positions import read_positions
 from ctxext.core.old_form import OLD_GUARD
 from ctxext.core.saved import checked_extension
-from ctxext.core.subject import text_of
+from ctxext.core.subject import parts_of, path_to, text_of
 from ctxext.errors import CheckpointError, CtxextError, unwritable
 from ctxext.files import (
     OTHER_WEIGHTS,
@@ -154,12 +154,33 @@ def read_any_config(
     if getattr(config, "_commit_hash", None) is None:  # which transformers before 5.24 or so keeps itself
         config._commit_hash = location.get("revision")
     where = os.fspath(place)
+    _lift_extension(config, where)
     check_config(config, where)
     if "ctxext" in raw:
         refuse_two_stories(config, raw, where)
     elif not location.get("gguf_file"):
         refuse_lost_fields(config, where, raw | fields)
     return config
+
+
+def _lift_extension(config: Any, place: str) -> None:
+    """Take the extension of a text part that was extended alone, and saved in its model, for the model's.
+
+    Raises:
+        CheckpointError: another part was extended in a way that only ctxext computes.
+    """
+    for part in parts_of(config) if getattr(config, "ctxext", None) is None else ():
+        if (saved := getattr(part, "ctxext", None)) is None:
+            continue
+        saved = checked_extension(saved, place)
+        is_text = part is text_of(config) and not config.is_encoder_decoder
+        if is_text and "rope_parameters" in saved.get("original", {}):  # longer tables have longer names in the whole
+            config.ctxext = vars(part).pop("ctxext")
+        elif not saved.get("stock"):
+            raise CheckpointError(
+                f"The extension in {place} is that of its {'.'.join(path_to(config, part))}, which was extended alone. "
+                f"Extend the whole model, ctxext.patch(model), and save that."
+            )
 
 
 def quantised_beside(place: StrPath, config: Any) -> JsonObject | None:

@@ -206,6 +206,12 @@ def _refuse_state(subject: Subject) -> None:
             f"The {f'{inside[0]} inside' if inside else f'{around} around'} this {type(base).__name__} is already "
             f"extended. Call ctxext.unpatch on it first; extensions are never stacked."
         )
+    text = subject.text
+    if subject.saved is None and getattr(text, "ctxext", None):
+        raise PatchStateError(
+            f"The text part of this {type(base).__name__} was extended alone, and saved in it. Call "
+            f"ctxext.patch on that part, or load the whole by ctxext.load."
+        )
     if subject.sides:  # each of which is checked by itself, too
         architecture_of(subject)
 
@@ -328,8 +334,8 @@ def describe(model: Any, *, verbose: bool = False) -> Description:
             description = described(ExtendedPart(subject, state.method, state.extension), description)
             if getattr(subject.config, "_name_or_path", "") == EXTENDED_IN_MEMORY:
                 description = replace(description, notes=(*description.notes, REFERENCE))
-    elif subject.saved is not None:
-        description = describe_saved(subject.saved, model_type)
+    elif (saved := subject.saved or getattr(subject.text, "ctxext", None)) is not None:
+        description = describe_saved(saved, model_type)
     else:
         length = trained_length_of(subject)
         if length is None and (scaling := scaling_of(subject.config)) is not None:

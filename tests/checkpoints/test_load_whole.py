@@ -23,8 +23,16 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 import ctxext
 from ctxext.checkpoints.inspect import inspect_checkpoint
+from ctxext.checkpoints.load import load_saved
 from ctxext.checkpoints.write import patch_checkpoint
-from ctxext.errors import CheckpointError, CtxextError, IncompatibleError, InvalidParameterError, UnknownNameError
+from ctxext.errors import (
+    CheckpointError,
+    CtxextError,
+    IncompatibleError,
+    InvalidParameterError,
+    PatchStateError,
+    UnknownNameError,
+)
 from ctxext.measuring.checkpoint import load_checkpoint
 from tests._checkpoints import rewrite, save_with_tokenizer
 from tests._models import logits, qwen2_vl, tiny, tokens
@@ -319,3 +327,29 @@ def test_a_damaged_extension_is_named_by_every_verb(change: Any, said: str, yarn
     ):
         with pytest.raises(CheckpointError, match=said):
             verb()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["self_extend", "ntk"])
+def test_a_part_that_was_extended_alone_is_found_in_the_whole(method: str, tmp_path: Path) -> None:
+    model, text = vision_language("llava"), tokens(2 * TRAINED_LENGTH)
+    ctxext.patch(model.model.language_model, method, factor=2)
+    model.save_pretrained(tmp_path)
+    expected = logits(model, text)
+    for loaded in (model, load_saved(tmp_path, plain_class=True), ctxext.load(tmp_path)):
+        assert torch.equal(logits(loaded, text), expected)
+        assert ctxext.describe(loaded).method == ctxext.method(method, factor=2).to_dict()
+    with pytest.raises(PatchStateError, match=f"already extended .ctxext {method}"):
+        ctxext.load(tmp_path, "yarn", factor=2)
+    if method == "ntk":  # which plain transformers loads
+        with pytest.raises(PatchStateError, match=r"text part of this Llava.* was extended alone, and saved in it"):
+            ctxext.patch(AutoModelForImageTextToText.from_pretrained(tmp_path), "yarn", factor=2)
+
+
+def test_another_part_that_was_extended_alone_is_refused(tmp_path: Path) -> None:
+    """Only ctxext computes it, and nothing would: the whole was read without a word."""
+    extension = ctxext.patch(tiny(), "self_extend", factor=2).config.ctxext
+    vision_language("llava").save_pretrained(tmp_path)
+    rewrite(tmp_path / "config.json", lambda config: config["vision_config"].update(ctxext=extension))
+    with pytest.raises(CheckpointError, match="is that of its vision_config, which was extended alone"):
+        load_saved(tmp_path, plain_class=True)
