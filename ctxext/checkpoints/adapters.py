@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import hashlib
+import inspect
 import json
 import os
 import tempfile
@@ -247,10 +248,12 @@ def save_adapters(model: Any, save_directory: StrPath, *args: Any, **kwargs: Any
     A PEFT model with an extended base calls this as its ``save_pretrained``. The arguments have the same names.
     """
     directory = Path(save_directory)
-    places = [directory if name == "default" else directory / name for name in model.peft_config]
+    given = inspect.signature(type(model).save_pretrained).bind(model, str(directory), *args, **kwargs).arguments
+    names = given.get("selected_adapters") or model.peft_config
+    places = [directory if name == "default" else directory / name for name in names]
     if isinstance(model, PreTrainedModel):  # transformers' own adapters: the active one, not in a folder of its name
         places = [directory]
-    if kwargs.get("is_main_process", True):
+    if given.get("is_main_process", True):
         for place in places:  # an extension of an earlier adapter must not be taken for this one's
             (place / EXTENSION_FILE).unlink(missing_ok=True)
     edits = Edits()

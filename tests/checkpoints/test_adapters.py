@@ -297,6 +297,20 @@ def test_two_adapters(plain: Path, tmp_path: Path) -> None:
     assert {path.name: path.read_bytes() for path in stranger.iterdir()} == before
 
 
+@pytest.mark.slow
+def test_one_of_two_adapters_saved_again_leaves_the_other_its_extension(plain: Path, tmp_path: Path) -> None:
+    model = extended(trained(base_of(plain)))
+    model.add_adapter("second", lora())
+    model.save_pretrained(tmp_path)
+    expected = logits(model, tokens())
+    model.save_pretrained(tmp_path, selected_adapters=["second"])
+    assert torch.equal(logits(ctxext.load(tmp_path), tokens()), expected)
+    shutil.rmtree(tmp_path / "second")
+    model.save_pretrained(tmp_path, True, ["second"])
+    for place in (tmp_path, tmp_path / "second"):
+        assert (place / EXTENSION_FILE).is_file()
+
+
 def test_hotswapping_is_refused(adapter: tuple[Path, Tensor], plain: Path) -> None:
     """PEFT then makes no layer, and so reads nothing of how LoRA is initialised."""
     model = trained(base_of(plain))
