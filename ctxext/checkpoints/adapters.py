@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import copy
 import functools
+import gc
 import hashlib
 import inspect
 import json
 import os
 import tempfile
+import weakref
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -137,6 +139,7 @@ class ExtendedAdapter:
         base: its base model, which may be extended or plain at the time of saving.
         lent: another config, whose original method is restored when this config is saved.
         once: True if this config's original method is restored after the first call.
+        source: Weak reference to the base model of the config that this one was copied from; None for no copy.
     """
 
     adapter: Any
@@ -144,24 +147,38 @@ class ExtendedAdapter:
     base: Any
     lent: Any = None
     once: bool = False
+    source: Any = None
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave the model out: until a model is found to hold the copy, it saves as PEFT does."""
-        return vars(self) | {"base": None, "lent": None}
+        return vars(self) | {"base": None, "lent": None, "source": None}
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ExtendedAdapter:
+        """Copy it without the model, but for a hint of where that is: PEFT saves a copy of what it converts (PiSSA)."""
+        source = None if self.base is None else weakref.ref(self.base)
+        return ExtendedAdapter(copy.deepcopy(self.adapter, memo), self.name, None, source=source)
 
     def __call__(self, save_directory: StrPath, **kwargs: Any) -> None:
         """Save the config, with the arguments of PEFT's method."""
         for config in (self.adapter if self.once else None, self.lent):
             if config is not None:
                 vars(config).pop("save_pretrained", None)
-        extension = None if self.base is None else getattr(self.base.config, "ctxext", None)
+        base = self.base
+        # PeftModel.save_pretrained alone passes this argument.
+        if self.source is not None and "auto_mapping_dict" in kwargs and not self._is_in_use():
+            base = self.source()
+        extension = None if base is None else getattr(base.config, "ctxext", None)
         if extension is None:
             type(self.adapter).save_pretrained(self.adapter, os.fspath(save_directory), **kwargs)
         else:
-            _name_base(Path(save_directory), self.base)
-            encoding = _encoding_beside(self.base, self.name)
-            revision = getattr(self.base.config, "_commit_hash", None)
+            _name_base(Path(save_directory), base)
+            encoding = _encoding_beside(base, self.name)
+            revision = getattr(base.config, "_commit_hash", None)
             _save_marked(self.adapter, Path(save_directory), extension, encoding, revision, **kwargs)
+
+    def _is_in_use(self) -> bool:
+        """Return whether a model has this config: it then lies in a dictionary of configs by name."""
+        return any(type(holder) is dict and holder is not vars(self) for holder in gc.get_referrers(self.adapter))
 
 
 def _name_base(directory: Path, base: Any) -> None:

@@ -582,6 +582,25 @@ def test_a_config_taken_from_an_extended_model(plain: Path, tmp_path: Path) -> N
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("is_wrapped_first", [False, True])
+def test_an_adapter_that_is_converted_while_it_is_saved(is_wrapped_first: bool, plain: Path, tmp_path: Path) -> None:
+    """PEFT then saves a copy of its config: PiSSA, which changes the base's weights, becomes a LoRA of the base's."""
+    base, config = base_of(plain), lora(init_lora_weights="pissa", r=2)
+    model = extended(get_peft_model(base, config)) if is_wrapped_first else get_peft_model(extended(base), config)
+    first, converted = str(tmp_path / "first"), tmp_path / "converted"
+    model.peft_config["default"].init_lora_weights = True
+    model.save_pretrained(first)
+    model.peft_config["default"].init_lora_weights = "pissa"
+    shake(model)
+    expected = logits(model.eval(), tokens())
+    model.save_pretrained(converted, path_initial_model_for_weight_conversion=first)
+    for load in plainly(converted, plain)[:3]:
+        with pytest.raises(KeyError, match=re.escape(SENTENCE)):
+            load()
+    torch.testing.assert_close(logits(ctxext.load(converted), tokens()), expected, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.slow
 def test_unpatched_it_is_saved_plain(plain: Path, tmp_path: Path) -> None:
     config = lora()
     model = trained(extended(base_of(plain)), config)
