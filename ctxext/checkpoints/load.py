@@ -69,6 +69,7 @@ from ctxext.errors import (
 from ctxext.files import JsonObject, StrPath
 from ctxext.methods import Method, choice_in, is_choice, known_methods, method_class, with_choice
 from ctxext.models.refusals import building, running_code
+from ctxext.models.table import TableArchitecture
 from ctxext.spec import ExtensionArguments
 
 if TYPE_CHECKING:
@@ -484,19 +485,23 @@ def attached(model: PreTrainedModel, place: str, attention: str | None = None) -
     ropes = [getattr(text, "rope_parameters", None) for text in texts]
     arguments = arguments_of(saved, attention)
     loaded: dict[str, nn.Parameter] = {}
+    renamed = False
     subject = Subject.of(model)
     with building(f"the plain model of ctxext.original in {place}"):
         if sides := saved_sides(saved):
             for name, side in sides.items():
                 architecture_of(subject.sides[name]).revert(subject.sides[name], side["original"], Edits())
         else:
-            architecture = architecture_of(subject)
+            architecture, named = architecture_of(subject), model.config.architectures or ()
+            renamed = isinstance(architecture, TableArchitecture) and type(model).__name__ not in named
             if architecture.why_final(subject) is not None:  # it is in the weights, and complete without us
                 return model
             loaded = architecture.replaced_weights(subject)
             architecture.revert(subject, saved["original"], Edits())
     del model.config.ctxext
     extend(model, arguments, is_restored=True)
+    if renamed:  # the same tables have other names in another class, such as AutoModel's
+        saved = saved | {"fingerprint": model.config.ctxext["fingerprint"]}
     lengths = [extension.get("target_length") for extension in (saved, model.config.ctxext)]
     different = differences(saved, model.config.ctxext)
     if not different and lengths[0] != lengths[1]:

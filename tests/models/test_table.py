@@ -32,9 +32,9 @@ from ctxext.methods.base import TableMethod
 from ctxext.models import find_architecture
 from ctxext.models.table import LearnedTable
 from ctxext.models.table_rows import places_of
-from tests._models import RECENT, gpt2
+from tests._models import RECENT, bert, gpt2, tokens
 from tests._tokenizer import make_tokenizer
-from tests.walk.tiny import tiny_config, tiny_model
+from tests.walk.tiny import TRAINED_LENGTH, tiny_config, tiny_model
 
 SMALL = {"vocab_size": 300, "num_hidden_layers": 2, "num_attention_heads": 2, "hidden_size": 32}
 BERT = SMALL | {"intermediate_size": 48, "max_position_embeddings": 32}
@@ -193,6 +193,24 @@ def test_the_longer_table_is_trained() -> None:
     frozen = gpt2().requires_grad_(False)
     ctxext.patch(frozen, "pi", factor=2)
     assert not frozen.transformer.wpe.weight.requires_grad
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["tile", "hierarchical"])
+def test_another_class_of_the_same_type_restores_it(method: str, tmp_path: Path) -> None:
+    """Its tables have other names there."""
+    model, ids = ctxext.patch(bert(), method, factor=2), tokens(2 * TRAINED_LENGTH)
+    model.save_pretrained(tmp_path / "head")
+    body = ctxext.load(tmp_path / "head", auto_class="AutoModel")
+    assert type(body) is BertModel
+    with torch.no_grad():
+        expected = model.bert(ids)[0]
+        assert torch.equal(body(ids)[0], expected)
+        ctxext.save(body, tmp_path / "body")
+        head = ctxext.load(tmp_path / "body", auto_class="AutoModelForMaskedLM")
+        assert torch.equal(head.bert(ids)[0], expected)
+    ctxext.unpatch(head)
+    assert head.config.max_position_embeddings == TRAINED_LENGTH
 
 
 # --- on the disk -----------------------------------------------------------------------------------------------------
