@@ -11,7 +11,7 @@ import transformers
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from ctxext.core.rebuild import on_meta
-from ctxext.core.subject import text_of
+from ctxext.core.subject import path_to, text_of
 from ctxext.errors import IncompatibleError, UnknownNameError
 from ctxext.models.own_config import owns_its_config
 from ctxext.models.refusals import building
@@ -110,6 +110,9 @@ def config_of(config: Any, chosen: Any) -> Any:
     for name in ("ctxext", "quantization_config"):
         if getattr(config, name, None) is not None:
             setattr(part, name, copy.deepcopy(getattr(config, name)))
+    if "original" in (getattr(part, "ctxext", None) or {}):  # names of fields lead through the whole config
+        inside = "".join(f"{name}." for name in path_to(config, text))
+        part.ctxext["original"] = {name.removeprefix(inside): value for name, value in part.ctxext["original"].items()}
     return part
 
 

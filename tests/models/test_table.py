@@ -12,8 +12,11 @@ from transformers import (
     BertConfig,
     BertForSequenceClassification,
     BertModel,
+    CLIPConfig,
+    CLIPModel,
     CLIPTextConfig,
     CLIPTextModel,
+    CLIPTextModelWithProjection,
     GPT2Config,
     GPT2LMHeadModel,
     PreTrainedModel,
@@ -114,6 +117,24 @@ def test_a_decoder_that_looks_at_its_encoder_first() -> None:
     [(name, rows, first, _)] = tables(model)
     assert (name, rows, first) == ("model.decoder.pos_emb.weight", 64, 0)
     assert ctxext.describe(ctxext.patch(model, "tile", factor=2)).target_length == 128
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["tile", "stretch"])
+def test_the_text_side_of_a_clip_that_was_extended_whole(method: str, tmp_path: Path) -> None:
+    """Its config alone names the length without the part that it is."""
+    vision = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    text = CLIPTextConfig(**(BERT | {"max_position_embeddings": 77, "eos_token_id": 299})).to_dict()
+    sizes = {"text_config": text, "vision_config": vision | {"image_size": 28, "patch_size": 14}}
+    model = CLIPModel(CLIPConfig(**sizes)).eval()
+    ctxext.patch(model, method, factor=2).save_pretrained(tmp_path)
+    side, ids = ctxext.load(tmp_path, auto_class="CLIPTextModelWithProjection"), torch.randint(5, 299, (1, 154))
+    with torch.no_grad():
+        stock = CLIPTextModelWithProjection.from_pretrained(tmp_path).eval()(ids)
+        assert torch.equal(side(ids).text_embeds, stock.text_embeds)
+    assert ctxext.describe(side).target_length == 154
+    if method == "tile":  # whose learned rows are all there
+        assert ctxext.unpatch(side).config.max_position_embeddings == 77
 
 
 def test_a_field_that_says_the_length_again_is_raised_too() -> None:
