@@ -429,9 +429,11 @@ def _read_model(
     allowed = {"missing_keys": auto_class is not None and not complete}  # of a head that is new
     allowed["mismatched_keys"] = bool(loading.get("ignore_mismatched_sizes"))
     refuse_unfit(place, model, {name: () if allowed.get(name) else report[name] for name in report}, stored)
-    file = Path(place, loading.get("gguf_file") or "")
-    if file.is_file():  # adapters will look for their base in this file, not in its directory
-        model.name_or_path = str(file)
+    inside = Path(place, loading.get("subfolder") or "", loading.get("gguf_file") or "")
+    if inside.is_file():  # adapters will look for their base in this file, not in its directory
+        model.name_or_path = str(inside)
+    elif loading.get("subfolder") and inside.is_dir():
+        model.name_or_path = model.config.name_or_path = str(inside)
     loaded: PreTrainedModel = model
     return loaded
 

@@ -153,6 +153,8 @@ def read_any_config(
         del config.auto_map
     if getattr(config, "_commit_hash", None) is None:  # which transformers before 5.24 or so keeps itself
         config._commit_hash = location.get("revision")
+    if has_config and location.get("subfolder"):  # transformers keeps the folder above, where another config may lie
+        config._name_or_path = str(path.parent)
     where = os.fspath(place)
     _lift_extension(config, where)
     check_config(config, where)

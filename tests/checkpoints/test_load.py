@@ -122,6 +122,18 @@ def test_in_a_subfolder(plain: Path, tmp_path: Path) -> None:
         ctxext.load(tmp_path, "pi", factor=2, subfolder="elsewhere")
 
 
+@pytest.mark.slow
+def test_in_a_subfolder_below_another_checkpoint_of_its_type(plain: Path, tmp_path: Path) -> None:
+    """Whose config.json says nothing of it: neither of its length, nor as the base of adapters."""
+    tiny("llama", 1, max_position_embeddings=TRAINED_LENGTH // 2).save_pretrained(tmp_path)
+    shutil.copytree(plain, tmp_path / "inside")
+    loaded = ctxext.load(tmp_path, "pi", factor=2, subfolder="inside")
+    assert torch.equal(logits(loaded, tokens()), logits(ctxext.patch(tiny(), "pi", factor=2), tokens()))
+    adapted = get_peft_model(loaded, LoraConfig(target_modules=["q_proj"], init_lora_weights=False)).eval()
+    adapted.save_pretrained(tmp_path / "adapter")
+    assert torch.equal(logits(ctxext.load(tmp_path / "adapter"), tokens()), logits(adapted, tokens()))
+
+
 STOCK_FORMS: list[tuple[str, str, dict[str, Any]]] = [
     *(("llama", name, {}) for name in ("yarn", "pi", "llama3", "dynamic_ntk", "abf")),
     ("llama", "longrope", {"short_factor": [1.0] * 16, "long_factor": [2.0] * 16}),
