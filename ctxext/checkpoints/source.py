@@ -267,11 +267,15 @@ def checked_path(path: StrPath, loading: LoadingOptions) -> str:
 
 
 def gguf_inside(path: StrPath, loading: LoadingOptions) -> tuple[str, LoadingOptions]:
-    """Name a GGUF file as transformers does, by its directory and file; leave any other path as it is.
+    """Name a GGUF file as transformers does, by its directory and file, and an adapter in a subfolder by its path.
+
+    Any other path stays as it is.
 
     Values that ``loading``, the arguments of ``from_pretrained``, already has are kept.
     """
     loading = {name: value for name, value in loading.items() if name != "subfolder" or value is not None}
+    if "subfolder" in loading and is_adapter(inside := Path(path, loading["subfolder"])):  # its base lies elsewhere
+        return str(inside), {name: value for name, value in loading.items() if name != "subfolder"}
     file = gguf_at(path)
     if file is None:
         return os.fspath(path), loading

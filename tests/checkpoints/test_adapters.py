@@ -311,6 +311,19 @@ def test_one_of_two_adapters_saved_again_leaves_the_other_its_extension(plain: P
         assert (place / EXTENSION_FILE).is_file()
 
 
+@pytest.mark.slow
+def test_an_adapter_with_a_name_is_loaded_from_the_folder_above(plain: Path, tmp_path: Path) -> None:
+    """As PEFT takes it: not the one in that folder, nor a subfolder of the base."""
+    model = trained(extended(base_of(plain)))
+    model.add_adapter("second", lora())
+    model.set_adapter("second")
+    shake(model)
+    model.save_pretrained(tmp_path)
+    expected = logits(model, tokens())
+    for base in ({}, {"base": plain}, {"base": extended(base_of(plain))}):
+        assert torch.equal(logits(ctxext.load(tmp_path, subfolder="second", **base), tokens()), expected)
+
+
 def test_hotswapping_is_refused(adapter: tuple[Path, Tensor], plain: Path) -> None:
     """PEFT then makes no layer, and so reads nothing of how LoRA is initialised."""
     model = trained(base_of(plain))
