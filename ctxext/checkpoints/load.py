@@ -100,6 +100,7 @@ def _reporting(verb: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(verb)
     def reporting(*args: Any, output_loading_info: bool = False, **given: Any) -> Any:
+        REPORT.set({})  # nothing is read for a base in memory
         model = verb(*args, **given)
         return (model, REPORT.get()) if output_loading_info else model
 

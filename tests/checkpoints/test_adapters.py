@@ -239,6 +239,13 @@ def test_onto_a_model_in_memory(adapter: tuple[Path, Tensor], plain: Path) -> No
         ctxext.load(plain, base=base)
 
 
+def test_a_base_in_memory_has_no_report_of_another_model(adapter: tuple[Path, Tensor], plain: Path) -> None:
+    base, report = ctxext.load(plain, "yarn", factor=4, output_loading_info=True)
+    assert "missing_keys" in report
+    _, report = ctxext.load(adapter[0], base=base, output_loading_info=True)
+    assert report == {}
+
+
 @pytest.mark.slow
 def test_another_base_model(adapter: tuple[Path, Tensor], tmp_path: Path) -> None:
     tiny(rope_parameters={"rope_type": "default", "rope_theta": 5e5}).save_pretrained(tmp_path / "other")
