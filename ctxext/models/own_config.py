@@ -10,7 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from ctxext.core.steps import Moment, Step, Work, register
 
@@ -45,9 +45,9 @@ def _give_own_config(work: Work) -> None:
     copies: dict[int, Any] = {}
     copy.deepcopy(config, copies)  # fills in the copy of every part, under the part's id
     for module in model.modules():
-        copied = copies.get(id(getattr(module, "config", None)))
-        if copied is not None:
-            module.config = copied  # for good: unpatching would put back an object that knows no later changes
+        for name, value in vars(module).items():  # some models keep their text part's config under a second name
+            if issubclass(type(value), PreTrainedConfig) and id(value) in copies:
+                vars(module)[name] = copies[id(value)]  # for good: unpatching would put back one that knows no changes
 
 
 def _is_shared(model: nn.Module, *configs: Any) -> bool:

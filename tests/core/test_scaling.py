@@ -16,6 +16,7 @@ from transformers import (
     AutoModelForCausalLM,
     CLIPVisionConfig,
     LlamaConfig,
+    LlamaForCausalLM,
     LlavaConfig,
     LlavaForConditionalGeneration,
     PreTrainedModel,
@@ -275,6 +276,23 @@ def test_who_shares_a_config_however_python_counts_references(more: int, monkeyp
     monkeypatch.setattr(gc, "get_referrers", never)
     kept = id(alone.config)
     assert id(ctxext.patch(alone, "yarn", factor=4).config) == kept
+
+
+class Twice(LlamaForCausalLM):
+    """Keeps its config under a second name as well, as the decoder of DiffusionGemma does, which makes masks by it."""
+
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__(config)
+        self.text_config = config
+
+
+@pytest.mark.slow
+def test_a_config_that_a_module_has_under_a_second_name_is_the_copy_too() -> None:
+    one = Twice(tiny().config)
+    other, shared = Twice(one.config), one.config
+    ctxext.patch(one, "yarn", factor=4)
+    assert one.text_config is one.config is not shared
+    assert other.text_config is other.config is shared
 
 
 def parted(kind: str) -> tuple[Any, Any]:
