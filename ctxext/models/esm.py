@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from torch import nn
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
 from transformers.models.esm.modeling_esm import EsmModel
 
 from ctxext.core.architecture import Architecture, refuse_choices, required_length
@@ -10,7 +14,7 @@ from ctxext.core.edits import Edits
 from ctxext.core.override import PinnedApply
 from ctxext.core.rebuild import Rebuild
 from ctxext.core.subject import Subject
-from ctxext.errors import IncompatibleError
+from ctxext.errors import IncompatibleError, PatchStateError
 from ctxext.files import JsonObject
 from ctxext.methods import Method, RopeMethod
 from ctxext.methods.formulas import plain_inv_freq
@@ -18,6 +22,34 @@ from ctxext.models.refusals import LENGTH
 from ctxext.models.rope import fingerprint
 from ctxext.models.sinusoid import usable_methods
 from ctxext.spec import Extension, ExtensionArguments, RopeSpec
+
+ROUNDED = 4e-3
+"""Relative difference allowed between frequencies, which checkpoints hold in 16 bits too."""
+
+
+@dataclass
+class OwnFrequencies:
+    """Replacement of ``_load_from_state_dict`` of a rotary module that refuses frequencies of another extension."""
+
+    rotary: nn.Module
+    inv_freq: Tensor
+    method: str
+
+    def __call__(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
+        """Load the module's frequencies as torch does.
+
+        Raises:
+            PatchStateError: if they are not those of the extension.
+        """
+        own = self.inv_freq
+        given = state_dict.get(f"{prefix}inv_freq", own)
+        is_read = not given.is_meta and given.shape == own.shape  # torch itself refuses another shape
+        if is_read and not torch.allclose(given.double().cpu(), own, ROUNDED, 1e-7):
+            raise PatchStateError(
+                f"These weights hold {prefix}inv_freq of another extension than {self.method!r}, or of none. Call "
+                f"ctxext.unpatch(model) before load_state_dict, or load their checkpoint by ctxext.load."
+            )
+        type(self.rotary)._load_from_state_dict(self.rotary, state_dict, prefix, *rest)
 
 
 class Esm(Architecture):
@@ -40,11 +72,13 @@ class Esm(Architecture):
             )
         target = method.target_length(trained)
         spec = RopeSpec(text.hidden_size // text.num_attention_heads, getattr(text, "rope_theta", 1e4), trained)
-        ratio = method.frequencies(spec, target).inv_freq / plain_inv_freq(spec)
+        inv_freq = method.frequencies(spec, target).inv_freq
+        ratio = inv_freq / plain_inv_freq(spec)
         original = {LENGTH: text.max_position_embeddings}
         Rebuild(subject, {LENGTH: target}).apply(edits)
         for rotary in [module for module in subject.model.modules() if "inv_freq" in module._buffers]:
             edits.set(rotary, "inv_freq", (rotary.inv_freq.double() * ratio.to(rotary.inv_freq.device)).float())
+            edits.set(rotary, "_load_from_state_dict", OwnFrequencies(rotary, inv_freq, method.name))
             if not rotary.inv_freq.is_meta:  # there they come with the weights, and a config knows the plain ones only
                 edits.set(rotary, "_apply", PinnedApply(rotary))
         return Extension(

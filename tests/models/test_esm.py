@@ -74,3 +74,18 @@ def test_frequencies_that_are_not_in_memory_are_never_filled_in_plain(monkeypatc
     ctxext.patch(model, "pi", factor=FACTOR).to_empty(device="cpu")
     model.load_state_dict((live := ctxext.patch(esm(), "pi", factor=FACTOR)).state_dict())
     assert torch.equal(model.eval()(IDS).logits, live(IDS).logits)
+
+
+@pytest.mark.parametrize("other", ["plain", "pi"])
+def test_frequencies_of_another_model_are_refused(other: str) -> None:
+    """Among the weights, they would take the place of the extension's, and the config would go on naming it."""
+    model, weights = ctxext.patch(esm(), "ntk", factor=FACTOR), esm()
+    if other == "pi":
+        ctxext.patch(weights, "pi", factor=FACTOR)
+    before = model(IDS).logits
+    with pytest.raises(PatchStateError, match=r"esm\.rotary_embeddings\.inv_freq of another extension than 'ntk'"):
+        model.load_state_dict(weights.state_dict())
+    assert torch.equal(model(IDS).logits, before)
+    model.load_state_dict({name: value.half() for name, value in model.state_dict().items()})
+    ctxext.unpatch(model).load_state_dict(esm().state_dict())
+    assert torch.equal(model(IDS).logits, esm()(IDS).logits)
