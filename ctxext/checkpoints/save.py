@@ -86,7 +86,8 @@ def save(
             it, or cannot be written, or its model card cannot be read; existing files are then unchanged. Or if the
             upload fails.
         IncompatibleError: with ``remote_code``, a model that no ``AutoModel`` of transformers loads.
-        InvalidParameterError: for a tokenizer that pads with another token than the one that positions leave out, or
+        InvalidParameterError: for a tokenizer that pads with another token than the one that positions leave out, for a
+            name that the hub does not take, for an adapter in another form than safetensors, or
             for ``remote_code`` with an adapter.
     """
     subject = Subject.of(model)
@@ -102,6 +103,11 @@ def save(
     hub: dict[str, Any] = {"repo_id": place.name, "token": saving.get("token")}
     hub |= {option: saving.pop(option) for option in HUB_OPTIONS if option in saving}
     is_published = saving.pop("push_to_hub", False) and saving.get("is_main_process", True)
+    if adapted not in (None, inner) and not saving.get("safe_serialization", True):
+        raise InvalidParameterError(
+            "safe_serialization=False: ctxext reads adapters from safetensors alone, such as the file of an earlier "
+            "save. Leave it out."
+        )
     if remote_code and adapted is not None:
         raise InvalidParameterError("remote_code=True is for whole models: merge the adapter into its base first.")
     module = {"auto_map": auto_map(inner)} if remote_code else {}

@@ -12,7 +12,7 @@ from peft import LoraConfig, get_peft_model
 from transformers import LlamaForCausalLM
 
 import ctxext
-from ctxext.errors import CheckpointError
+from ctxext.errors import CheckpointError, InvalidParameterError
 from ctxext.files import read_json
 from tests._checkpoints import contents
 from tests._models import logits, tiny, tokens
@@ -100,3 +100,15 @@ def test_an_adapter_names_the_revision_of_its_base(tmp_path: Path, monkeypatch: 
     ctxext.save(model, tmp_path / "adapter")
     assert read_json(tmp_path / "adapter" / "adapter_config.json")["revision"] == "v1"
     assert torch.equal(logits(ctxext.load(tmp_path / "adapter").eval(), tokens()), logits(model.eval(), tokens()))
+
+
+@pytest.mark.slow
+def test_an_adapter_in_a_form_that_is_not_read_is_refused(tmp_path: Path) -> None:
+    """Beside the safetensors of an earlier save, these would be loaded in its place without a word."""
+    model = adapted()
+    ctxext.save(model, tmp_path)
+    before = contents(tmp_path)
+    with pytest.raises(InvalidParameterError, match="safe_serialization=False: ctxext reads adapters from safetensors"):
+        ctxext.save(model, tmp_path, safe_serialization=False)
+    assert contents(tmp_path) == before
+    ctxext.save(model, tmp_path, safe_serialization=True)
