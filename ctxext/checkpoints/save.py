@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from huggingface_hub import HfApi, hf_hub_download
-from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError, RepositoryNotFoundError
+from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError, HFValidationError, RepositoryNotFoundError
+from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
 from safetensors import SafetensorError
 from transformers import PreTrainedModel
 
@@ -103,6 +104,11 @@ def save(
     hub: dict[str, Any] = {"repo_id": place.name, "token": saving.get("token")}
     hub |= {option: saving.pop(option) for option in HUB_OPTIONS if option in saving}
     is_published = saving.pop("push_to_hub", False) and saving.get("is_main_process", True)
+    if is_published:
+        try:
+            validate_repo_id(hub["repo_id"])
+        except HFValidationError as error:
+            raise InvalidParameterError(f"repo_id={hub['repo_id']!r} is no name on the hub: {error}") from error
     if adapted not in (None, inner) and not saving.get("safe_serialization", True):
         raise InvalidParameterError(
             "safe_serialization=False: ctxext reads adapters from safetensors alone, such as the file of an earlier "

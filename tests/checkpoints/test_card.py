@@ -18,7 +18,7 @@ from ctxext.checkpoints import save as saving
 from ctxext.checkpoints.card import BEGIN, END
 from ctxext.checkpoints.inspect import inspect_checkpoint
 from ctxext.checkpoints.write import patch_checkpoint
-from ctxext.errors import CheckpointError
+from ctxext.errors import CheckpointError, InvalidParameterError
 from tests._checkpoints import contents, try_only
 from tests._models import bert, logits, tokens
 from tests._products import some
@@ -193,3 +193,13 @@ def test_an_upload_that_fails_leaves_what_was_saved(
     with pytest.raises(CheckpointError, match=r"is saved, but was not uploaded to long: no network"):
         ctxext.save(ctxext.load(plain, "yarn", factor=4), tmp_path / "long", push_to_hub=True)
     assert ctxext.describe(ctxext.load(tmp_path / "long")).target_length == 256
+
+
+@pytest.mark.parametrize("name", ["me/llama/long", "llama--long", ""])
+def test_a_name_that_the_hub_does_not_take_is_refused_before_anything_is_written(
+    name: str, plain: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hub = Hub(monkeypatch)
+    with pytest.raises(InvalidParameterError, match=f"repo_id='{name}' is no name on the hub: "):
+        ctxext.save(ctxext.load(plain, "yarn", factor=4), tmp_path / "long", push_to_hub=True, repo_id=name)
+    assert (hub.files, list(tmp_path.iterdir())) == (set(), [])
