@@ -109,6 +109,24 @@ def test_bad_requests_fail_before_the_weights_are_read(
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"dtype": "float13"}, "a string representation of a valid `torch.dtype`"),
+        ({"attn_implementation": "sdpaa"}, "sdpaa"),
+        ({"device_map": "cpux"}, "needs to be a device name"),
+        ({"state_dict": {}}, "`state_dict` cannot be passed together with a model name"),
+    ],
+)
+@pytest.mark.parametrize("method", ["yarn", "retrieval_heads"])
+def test_what_transformers_does_not_take_is_a_sentence(
+    given: dict[str, Any], said: str, method: str, plain: Path
+) -> None:
+    with pytest.raises(InvalidParameterError, match=f"transformers does not load {plain} as it was asked to: .*{said}"):
+        ctxext.load(plain, method, factor=4, **given)
+
+
+@pytest.mark.slow
 def test_pickled_weights_are_read_only_where_they_are_asked_for(plain: Path, tmp_path: Path) -> None:
     shutil.copy(plain / "config.json", tmp_path)
     model = tiny()
