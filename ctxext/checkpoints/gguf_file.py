@@ -10,6 +10,7 @@ import contextlib
 import functools
 import os
 import struct
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ SCALING_TENSORS = ("rope_freqs", "rope_factors")
 SAME_HEAD = 8
 
 Value = str | int | float
+_ONE_AT_A_TIME = threading.RLock()
 
 
 class GGUFFile:
@@ -67,14 +69,15 @@ class GGUFFile:
         def reader(path: Any, *mode: Any) -> Any:
             return self._reader if Path(path) == self.path else opened(path, *mode)
 
-        opened, names = gguf.GGUFReader, gguf.get_tensor_name_map
-        setattr(gguf, "GGUFReader", reader)  # noqa: B010 - to mypy a class is not a variable
-        gguf.get_tensor_name_map = functools.cache(names)
-        try:
-            yield
-        finally:
-            setattr(gguf, "GGUFReader", opened)  # noqa: B010
-            gguf.get_tensor_name_map = names
+        with _ONE_AT_A_TIME:  # two threads would put back each other's reader
+            opened, names = gguf.GGUFReader, gguf.get_tensor_name_map
+            setattr(gguf, "GGUFReader", reader)  # noqa: B010 - to mypy a class is not a variable
+            gguf.get_tensor_name_map = functools.cache(names)
+            try:
+                yield
+            finally:
+                setattr(gguf, "GGUFReader", opened)  # noqa: B010
+                gguf.get_tensor_name_map = names
 
     @property
     def keys(self) -> list[str]:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+import threading
 from pathlib import Path
 from typing import Any
 
+import gguf
 import numpy as np
 import pytest
 import torch
@@ -14,6 +16,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import ctxext
 from ctxext.checkpoints.export import export
+from ctxext.checkpoints.gguf_file import GGUFFile
 from ctxext.checkpoints.inspect import inspect_checkpoint
 from ctxext.core.subject import Subject
 from ctxext.errors import CheckpointError, PatchStateError
@@ -131,3 +134,22 @@ def test_positions_that_no_config_holds_are_refused_everywhere(
         ctxext.load(file, "pi", factor=2)
     with pytest.raises(CheckpointError, match=message):
         inspect_checkpoint(file.parent, gguf_file=file.name)
+
+
+def test_threads_that_load_at_a_time_leave_the_reader_of_the_gguf_package(tmp_path: Path) -> None:
+    """Else a file that lies there later would be taken for the one that was read before."""
+    path, entered = write_gguf(LlamaForCausalLM(LlamaConfig(**SHAPE)), tmp_path / "model.gguf"), threading.Event()
+    before = gguf.GGUFReader, gguf.get_tensor_name_map
+
+    def load() -> None:
+        with GGUFFile(path).read_by_transformers():
+            entered.set()
+            left.wait(5)
+
+    left, other = threading.Event(), threading.Thread(target=load)
+    with GGUFFile(path).read_by_transformers():
+        other.start()
+        entered.wait(0.5)
+    left.set()
+    other.join()
+    assert (gguf.GGUFReader, gguf.get_tensor_name_map) == before
