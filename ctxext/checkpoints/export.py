@@ -92,7 +92,10 @@ def export(
     if isinstance(checkpoint, nn.Module):
         if method is not None:
             raise InvalidParameterError("A model is exported as it is patched; give method with a checkpoint path.")
-        config, served, guarded, place = Subject.of(checkpoint).config, None, False, "CHECKPOINT"
+        subject = Subject.of(checkpoint)
+        if any(getattr(part, "peft_config", None) for part in subject.chain):
+            _refuse_adapter(f"This {type(checkpoint).__name__} has an adapter", "model")
+        config, served, guarded, place = subject.config, None, False, "CHECKPOINT"
         trust_remote_code = True  # its code has run
     else:
         config, served, guarded = _read(checkpoint, method, gguf is not None, trust_remote_code, arguments)
@@ -164,17 +167,21 @@ def _read(
     else:
         checked_path(place, {})
     if is_adapter(place):
-        raise CheckpointError(
-            f"{place} is an adapter. A runtime's own LoRA does not read its extension, and "
-            f"vLLM's refuses it. Merge it into its base model first: "
-            f"ctxext.load({place!r}).merge_and_unload().save_pretrained(NEW), then export NEW."
-        )
+        _refuse_adapter(f"{place} is an adapter", f"ctxext.load({place!r})")
     inside.pop("quantization_config", None)
     config = read_any_config(place, trust_remote_code=trust_remote_code, **inside)
     model_class(config)  # it says so where transformers has none
     if method is None:
         return config, None, keeps_old_readers_out(place, **inside)
     return extended_config(config, method, trust_remote_code=trust_remote_code, **arguments), config, False
+
+
+def _refuse_adapter(what: str, model: str) -> None:
+    """Raise ``CheckpointError`` with what is an adapter, and how to merge the one that the code ``model`` gives."""
+    raise CheckpointError(
+        f"{what}. A runtime's own LoRA does not read its extension, and vLLM's refuses it. Merge it "
+        f"into its base model first: {model}.merge_and_unload().save_pretrained(NEW), then export NEW."
+    )
 
 
 def export_config(config: Any, *, to: str, served: Any = None, guarded: bool = False) -> Export:

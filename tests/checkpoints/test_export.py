@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import pytest
 import transformers
+from peft import LoraConfig, get_peft_model
 from transformers import (
     AutoModelForCausalLM,
     DiffLlamaConfig,
@@ -503,6 +504,10 @@ def test_model_in_memory_and_adapter_directory(llama: Path, tmp_path: Path) -> N
     assert export(model, to="vllm").flags == ("--max-model-len", str(TARGET))
     with pytest.raises(InvalidParameterError, match="as it is patched"):
         export(model, to="vllm", method="yarn")
+    adapted = get_peft_model(model, LoraConfig(target_modules=["q_proj"]))
+    with pytest.raises(CheckpointError, match=r"^This PeftModel has an adapter\. .* model\.merge_and_unload\(\)"):
+        export(adapted, to="vllm")
+    assert export(adapted.merge_and_unload(), to="vllm").flags == ("--max-model-len", str(TARGET))
     (tmp_path / "adapter_config.json").write_text("{}")
     with pytest.raises(CheckpointError, match="merge_and_unload"):
         export(tmp_path, to="vllm")
