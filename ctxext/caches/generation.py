@@ -26,6 +26,7 @@ from torch import Tensor, nn
 
 from ctxext.caches.call import PositionedForward
 from ctxext.caches.records import Filled, FittedModules, cache_in, current_pass, empty, filled, guards_of, remember
+from ctxext.core.edits import replaced_forward
 from ctxext.core.steps import Moment, Step, Work, register
 from ctxext.errors import IncompatibleError, InvalidParameterError
 from ctxext.methods import Method
@@ -410,7 +411,7 @@ def _recompute_in_generate(work: Work) -> None:
     """Make ``model.generate`` follow a dynamic method."""
     model, edits = work.subject.model, work.edits
     rule = LengthRule(work.method, work.extension.trained_length)
-    forwards = [vars(module).get("forward") for module in model.modules() if rule.by_request]
+    forwards = [replaced_forward(module) for module in model.modules() if rule.by_request]
     rotaries = [forward for forward in forwards if hasattr(forward, "fitted_to")]
     edits.set(model, "prepare_inputs_for_generation", RecomputeStaleCache(model, rule, rotaries))
     if not rotaries and hasattr(model, "_valid_auto_compile_criteria"):

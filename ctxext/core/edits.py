@@ -14,6 +14,8 @@ HOOK: Any = "ctxext"
 HOOKS = "forward hooks"
 EVERY_MODULE = frozenset(vars(nn.Module()))
 """Names that torch keeps in the dictionary of every module."""
+HOOKED = "_old_forward"
+"""Attribute of a module with a hook of accelerate: the forward that the hook calls."""
 BEFORE = ("_forward_pre_hooks", "_forward_pre_hooks_with_kwargs")
 AFTER = ("_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called")
 
@@ -60,9 +62,21 @@ class Edits:
 
     def set(self, owner: object, name: str, value: object) -> None:
         """Set ``owner.name``, or the entry ``name`` of a dict, and record the old value or its absence."""
+        if name == "forward" and isinstance(owner, nn.Module) and HOOKED in vars(owner):
+            self._set_under_hook(owner, value)
+            return
         written = value.dtype if isinstance(value, Tensor) else None
         self._entries.append(Entry(owner, name, self._current(owner, name), written=written))
         _assign(owner, name, value)
+
+    def _set_under_hook(self, owner: Any, value: Any) -> None:
+        """Replace the forward that a hook of accelerate calls, and that is put back where PEFT takes the hook off."""
+        old = vars(owner)[HOOKED]
+        old = _Absent.ABSENT if getattr(old, "__func__", None) is type(owner).forward else old
+        self._entries.append(Entry(owner, "forward", old))
+        if getattr(value, "inner", None) is owner.forward:
+            value.inner = None if old is _Absent.ABSENT else old
+        setattr(owner, HOOKED, value)
 
     def set_unchecked(self, owner: object, name: str, value: object) -> None:
         """Write ``owner.__dict__[name]``, past validation and properties of the owner, and record the old entry."""
@@ -142,6 +156,8 @@ class Edits:
         if name == HOOKS and isinstance(owner, nn.Module):
             for registry in (*BEFORE, *AFTER):
                 getattr(owner, registry).pop(HOOK, None)
+        elif name == "forward" and isinstance(owner, nn.Module) and HOOKED in vars(owner):  # perhaps put on since
+            setattr(owner, HOOKED, type(owner).forward.__get__(owner) if old is _Absent.ABSENT else old)
         elif isinstance(owner, nn.Module) and isinstance(old, nn.Parameter):
             # The old object itself, because optimizers and tied weights hold on to it.
             owner._parameters[name] = _followed(old, owner._parameters.get(name))
@@ -219,3 +235,8 @@ def _beside(current: Any, old: object, written: torch.dtype | None) -> object:
 def own_attributes(module: nn.Module) -> dict[str, Any]:
     """Return the entries of a module's dictionary, without the ones that every module has (hooks, weights, parts)."""
     return {name: value for name, value in vars(module).items() if name not in EVERY_MODULE}
+
+
+def replaced_forward(module: nn.Module) -> Any:
+    """Return what has replaced a module's forward, under a hook of accelerate if it has one; None for nothing."""
+    return vars(module).get(HOOKED, vars(module).get("forward"))

@@ -104,7 +104,7 @@ class Replicating:
         module = self.module
         replica: nn.Module = type(module)._replicate_for_data_parallel(module)  # type: ignore[no-untyped-call]
         for name, value in list(replica.__dict__.items()):
-            if _stands_in(value, module):
+            if _stands_in(value, module) or name == "forward":  # which may be a hook around one
                 replica.__dict__[name] = _rebound(value, module, replica)
         return replica
 

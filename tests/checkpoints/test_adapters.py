@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from accelerate import dispatch_model
 from peft import (
     AdaLoraConfig,
     AutoPeftModelForCausalLM,
@@ -244,6 +245,18 @@ def test_a_base_in_memory_has_no_report_of_another_model(adapter: tuple[Path, Te
     assert "missing_keys" in report
     _, report = ctxext.load(adapter[0], base=base, output_loading_info=True)
     assert report == {}
+
+
+@pytest.mark.slow
+def test_hooks_that_peft_takes_off_an_offloaded_base_keep_the_extension(plain: Path, tmp_path: Path) -> None:
+    """A method that follows the length stands in place of a forward, around which accelerate has put a hook."""
+    method = {"method": "dynamic_ntk", "factor": 4}
+    model = trained(ctxext.patch(base_of(plain), **method))
+    ctxext.save(model, tmp_path)
+    names = ("model.embed_tokens", "model.layers", "model.norm", "model.rotary_emb", "lm_head")  # as "auto" has them
+    base = dispatch_model(base_of(plain), dict.fromkeys(names, "cpu"), force_hooks=True)
+    ctxext.patch(base, **method)
+    assert torch.equal(logits(ctxext.load(tmp_path, base=base), tokens()), logits(model, tokens()))
 
 
 @pytest.mark.slow

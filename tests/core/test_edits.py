@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import copy
+import functools
 import pickle
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from accelerate.hooks import ModelHook, add_hook_to_module, remove_hook_from_module
 from torch import Tensor, nn
 
 from ctxext.core.edits import Edits
@@ -237,3 +240,61 @@ def test_undo_after_a_move_to_meta_and_inside_inference_mode() -> None:
     box.to_empty(device="meta")
     edits.undo()
     assert box.passing.tolist() == [0.0, 1.0, 2.0]
+
+
+class Twice(nn.Module):
+    def forward(self, number: int) -> int:
+        return 2 * number
+
+
+@dataclass
+class Plus:
+    """Replacement of a forward, around the earlier one where there is one."""
+
+    module: nn.Module
+    more: int
+    inner: Any = None
+
+    def __call__(self, number: int) -> int:
+        inner = self.inner or functools.partial(type(self.module).forward, self.module)
+        return int(inner(number)) + self.more
+
+
+class Tenfold(ModelHook):
+    def post_forward(self, module: nn.Module, output: int) -> int:
+        return 10 * output
+
+
+@pytest.mark.parametrize("is_hooked_first", [False, True])
+@pytest.mark.parametrize("is_taken_off", [False, True])
+def test_a_forward_lies_under_the_hook_of_accelerate(is_hooked_first: bool, is_taken_off: bool) -> None:
+    """Which PEFT takes off, and puts on again, where weights are offloaded."""
+    module, edits = Twice(), Edits()
+    if is_hooked_first:
+        add_hook_to_module(module, Tenfold())
+    for more in (1, 100):
+        edits.set(module, "forward", Plus(module, more, vars(module).get("forward")))
+    assert edits.lines() == ["Twice.forward"]
+    if not is_hooked_first:
+        add_hook_to_module(module, Tenfold())
+    assert module(1) == 1030
+    if is_taken_off:
+        remove_hook_from_module(module)
+        assert module(1) == 103
+        add_hook_to_module(module, Tenfold())
+        assert module(1) == 1030
+    edits.undo()
+    assert module(1) == 20
+    remove_hook_from_module(module)
+    assert module(1) == 2
+
+
+def test_a_forward_that_lay_under_a_hook_is_undone_without_it() -> None:
+    module, edits = Twice(), Edits()
+    add_hook_to_module(module, Tenfold())
+    edits.set(module, "forward", Plus(module, 1, module.forward))
+    remove_hook_from_module(module)
+    assert module(1) == 3
+    edits.undo()
+    assert module(1) == 2
+    assert "forward" not in vars(module)
