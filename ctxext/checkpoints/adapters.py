@@ -26,11 +26,13 @@ from ctxext.checkpoints.encodings import encoding_weights
 from ctxext.core.edits import Edits
 from ctxext.core.patching import patched_state
 from ctxext.core.saved import checked_extension, differences
+from ctxext.core.scaling import published_json, published_text
 from ctxext.core.steps import Moment, Step, register
-from ctxext.core.subject import EXTENDED_IN_MEMORY, Subject, unwrapped
+from ctxext.core.subject import EXTENDED_IN_MEMORY, Subject, text_of, unwrapped
 from ctxext.errors import CheckpointError, IncompatibleError, InvalidParameterError, require_package
 from ctxext.files import JsonObject, StrPath, hidden_beside, read_json, write_whole
 from ctxext.methods.encoding import ENCODING
+from ctxext.rope_types import GUARD as CONFIG_GUARD
 
 ADAPTER_FILE = "adapter_config.json"
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
@@ -172,9 +174,12 @@ class ExtendedAdapter:
             type(self.adapter).save_pretrained(self.adapter, os.fspath(save_directory), **kwargs)
         else:
             _name_base(Path(save_directory), base)
+            path = self.adapter.base_model_name_or_path
+            self.adapter.base_model_name_or_path = path or base.name_or_path
             encoding = _encoding_beside(base, self.name)
             revision = getattr(base.config, "_commit_hash", None)
             _save_marked(self.adapter, Path(save_directory), extension, encoding, revision, **kwargs)
+            self.adapter.base_model_name_or_path = None if _is_unreadable(base) else path
 
     def _is_in_use(self) -> bool:
         """Return whether a model has this config: it then lies in a dictionary of configs by name."""
@@ -256,7 +261,20 @@ def _adopt(adapters: Any, base: Any, edits: Edits, *, saving: bool = False) -> N
         own.save_pretrained = ExtendedAdapter(own, name, base, lent=adapter if saving else None)
         if saving:
             adapter.save_pretrained = ExtendedAdapter(adapter, name, base, once=True)
+        if _is_unreadable(base):
+            for config in (own, adapter) if saving else (own,):
+                config.base_model_name_or_path = None
         edits.set(adapters, name, own)
+
+
+def _is_unreadable(base: Any) -> bool:
+    """Return whether the class of a base's config refuses its config.json, which PEFT reads if it has the path.
+
+    It compares the size of the vocabulary, and so gets no path where that is what it was.
+    """
+    published = published_json(base.config)
+    sizes = published_text(base.config, published).get("vocab_size"), getattr(text_of(base.config), "vocab_size", None)
+    return CONFIG_GUARD in published.values() and sizes[0] == sizes[1]
 
 
 def save_adapters(model: Any, save_directory: StrPath, *args: Any, **kwargs: Any) -> None:

@@ -42,6 +42,7 @@ from tests._checkpoints import contents
 from tests._models import logits, tiny, tokens
 from tests._peft import ALL, base_of, lora, refusal, shake, through_transformers
 from tests.walk.check import State
+from tests.walk.tiny import TRAINED_LENGTH
 
 EXTENSION, WEIGHTS = {"method": "yarn", "factor": 4}, "adapter_model.safetensors"
 
@@ -575,6 +576,18 @@ def test_other_kinds_saved_by_peft(config: Any, plain: Path, tmp_path: Path) -> 
     loaded = ctxext.load(tmp_path)
     assert loaded.peft_config["default"].peft_type == config.peft_type
     assert torch.equal(logits(loaded, tokens()), logits(model, tokens()))
+
+
+@pytest.mark.slow
+def test_adapters_of_a_base_whose_config_its_class_refuses(tmp_path: Path) -> None:
+    """PEFT reads that when it saves, to see whether the vocabulary has grown."""
+    base = str(tmp_path / "base")
+    ctxext.save(ctxext.patch(tiny("phi3"), "self_extend", factor=4, trained_length=TRAINED_LENGTH), base)
+    model = trained(ctxext.load(base), LoraConfig(target_modules=["qkv_proj"]))
+    for place in (tmp_path / "before any pass", tmp_path / "after one"):
+        model.save_pretrained(place)
+        assert json.loads((place / "adapter_config.json").read_text())["base_model_name_or_path"] == base
+        assert torch.equal(logits(ctxext.load(place), tokens()), logits(model, tokens()))
 
 
 @pytest.mark.slow
