@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import re
 import tempfile
 import threading
 from collections.abc import Iterator
@@ -31,6 +32,8 @@ from ctxext.core.subject import Subject, text_of
 from ctxext.errors import CtxextError, IncompatibleError
 
 Scalar = int | float | str | bool | None
+COPIES = re.compile(r"\.(original_module|modules_to_save\.[^.]+)(?![^.])")
+"""What PEFT puts into the paths of a module of which it keeps a copy for each adapter."""
 
 # Errors that a model's own code may raise when it is called in a way that its authors did not expect.
 FAILURES = (
@@ -159,9 +162,13 @@ class Rebuild:
                 f"transformers {transformers.__version__} cannot build {type(model).__name__} from its extended "
                 f"config: {type(error).__name__}: {error}"
             ) from error
+        places: dict[str, list[nn.Module]] = {}
+        for path, module in model.named_modules():
+            places.setdefault(COPIES.sub("", path), []).append(module)
         text = subject.text
         for path, name, _, value in self.changes(before):
-            edits.set(model.get_submodule(path), name, value)
+            for module in places.get(path) or [model.get_submodule(path)]:
+                edits.set(module, name, value)
         for name in self.fields:
             # The value as it was read back, which the class may have converted.
             edits.set(text, name, getattr(self.text, name))

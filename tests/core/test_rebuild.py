@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
+import copy
+from typing import Any
+
+import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from torch import nn
 
+import ctxext
 from ctxext.core.rebuild import on_meta, reread
-from tests._models import tiny
+from tests._models import logits, tiny, tokens
 
 
 def test_a_config_that_was_read_back_is_its_callers_own() -> None:
@@ -27,3 +34,21 @@ def test_meta_tensors_are_not_filled_and_all_others_are() -> None:
         real[1:].zero_()
     assert linear.weight.is_meta
     assert real.tolist() == [5.0, 0.0, 0.0]
+
+
+@pytest.mark.slow
+def test_every_copy_of_a_layer_that_peft_keeps_is_changed() -> None:
+    """Latent attention takes a temperature from its config when it is built, in a number of each layer."""
+    base = tiny("deepseek_v3")
+    expected = logits(ctxext.patch(copy.deepcopy(base), "yarn", factor=4), tokens())
+    config = LoraConfig(target_modules=["o_proj"], layers_to_transform=[0], modules_to_save=["layers.1"])
+    model: Any = get_peft_model(base, config).eval()
+    plain = logits(model, tokens())
+    ctxext.patch(model, "yarn", factor=4)
+    assert torch.equal(logits(model, tokens()), expected)
+    with model.disable_adapter():
+        assert torch.equal(logits(model, tokens()), expected)
+    ctxext.unpatch(model)
+    for context in (contextlib.nullcontext(), model.disable_adapter()):
+        with context:
+            assert torch.equal(logits(model, tokens()), plain)
