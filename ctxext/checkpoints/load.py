@@ -68,6 +68,7 @@ from ctxext.errors import (
 )
 from ctxext.files import JsonObject, StrPath
 from ctxext.methods import Method, choice_in, is_choice, known_methods, method_class, with_choice
+from ctxext.methods.base import resolve
 from ctxext.models.refusals import building, running_code
 from ctxext.models.table import TableArchitecture
 from ctxext.spec import ExtensionArguments
@@ -234,6 +235,8 @@ def _extended(
             del config.ctxext
         else:
             config = plain_config(config, saved)
+    if isinstance(arguments, ExtensionArguments) and arguments.target_length is None:
+        resolve(arguments.method, arguments.factor, None, None, arguments.parameters)  # before weights are read
     trusted = bool(loading.get("trust_remote_code", False))
     model = meta_model(config, auto_class=auto_class, trust_remote_code=trusted)
     if not replaces_weights(model, saved):

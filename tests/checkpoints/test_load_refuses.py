@@ -22,6 +22,7 @@ from ctxext.spec import Frequencies, RopeSpec
 from tests._checkpoints import rewrite
 from tests._models import logits, tiny, tokens
 from tests._tokenizer import make_tokenizer
+from tests.walk.tiny import tiny_config
 
 
 @pytest.fixture
@@ -91,6 +92,8 @@ def test_a_class_of_other_models_is_named(auto_class: str, plain: Path, tmp_path
         ("yarn", {"factor": 4, "base": "x"}, InvalidParameterError, "is for adapters, and .* is a whole model"),
         ("yarn", {"factor": 4, "config": LlamaConfig()}, InvalidParameterError, "config=.*own, build the model"),
         ("yarn", {"factor": 2, "group": 4}, UnknownNameError, "Unknown yarn parameter"),
+        ("retrieval_heads", {"factor": 4, "share": 2.0}, InvalidParameterError, "share must be"),
+        ("retrieval_heads", {}, InvalidParameterError, "needs to know how far to reach"),
         (None, {}, CheckpointError, r"restore\. Say which one.*AutoModelForCausalLM\.from_pretrained\("),
         (None, {"factor": 4}, InvalidParameterError, "factor=4 belongs to a method; without one, load restores"),
         (None, {"target_length": 256}, InvalidParameterError, "target_length=256 belongs to a method"),
@@ -106,6 +109,15 @@ def test_bad_requests_fail_before_the_weights_are_read(
     shutil.copy(plain / "config.json", tmp_path)
     with pytest.raises(error, match=said):
         ctxext.load(tmp_path, method, **given)
+
+
+@pytest.mark.parametrize("method", ["tile", "stretch"])
+def test_a_method_that_is_to_change_weights_is_built_before_they_are_read(method: str, tmp_path: Path) -> None:
+    tiny_config("gpt2").save_pretrained(tmp_path)
+    with pytest.raises(InvalidParameterError, match="needs to know how far to reach"):
+        ctxext.load(tmp_path, method)
+    with pytest.raises(UnknownNameError, match=f"Unknown {method} parameter 'beta_fast'"):
+        ctxext.load(tmp_path, method, factor=2, beta_fast=16)
 
 
 @pytest.mark.slow
