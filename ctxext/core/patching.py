@@ -154,9 +154,9 @@ def extend(
     """
     work = Work(Subject.of(model), arguments, Edits(), is_restored=is_restored)
     base = work.subject.model
-    _refuse_state(work.subject)
-    run(work, Moment.CHECK, Moment.CHECK)
     with own_defaults(), work.edits as edits:
+        _refuse_state(work.subject)  # not before: another thread may be extending this model
+        run(work, Moment.CHECK, Moment.CHECK)
         edits.set(base, JOURNAL, edits)  # these two first, and so undone last: unpatch can go on after an interrupt
         edits.set(base, "_ctxext", None)
         for part in base.modules():

@@ -22,6 +22,7 @@ from torch import nn
 
 import ctxext
 from ctxext.core import steps
+from ctxext.core.rebuild import own_defaults
 from ctxext.core.saved import TESTED
 from ctxext.errors import CtxextError, IncompatibleError, InvalidParameterError, PatchStateError, UnknownNameError
 from ctxext.methods import METHODS, known_methods
@@ -435,3 +436,23 @@ def test_threads_leave_the_default_dtype_as_it_was() -> None:
         assert (torch.get_default_dtype(), errors) == (torch.bfloat16, [])
     finally:
         torch.set_default_dtype(torch.float32)
+
+
+def test_a_second_thread_does_not_extend_what_the_first_one_extends() -> None:
+    model, errors = tiny(), list[str]()
+
+    def second() -> None:
+        try:
+            ctxext.patch(model, "pi", factor=2, trained_length=TRAINED_LENGTH)
+        except PatchStateError as error:
+            errors.append(str(error))
+
+    thread = threading.Thread(target=second)
+    with own_defaults():  # for which the other thread waits, as long as this one extends
+        thread.start()
+        thread.join(0.5)
+        ctxext.patch(model, "yarn", factor=4)
+    thread.join()
+    assert len(errors) == 1
+    assert "is already extended by 'yarn'" in errors[0]
+    assert ctxext.describe(model).method == YaRN(factor=4).to_dict()
