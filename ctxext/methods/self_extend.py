@@ -103,9 +103,11 @@ def largest_relative_position(length: int, window: int, group: int) -> int:
 def smallest_group(length: int, window: int, reach: int) -> int | None:
     """Return the smallest group that keeps relative positions of ``length`` tokens within ``reach``; None if none does.
 
-    The largest relative position falls as groups grow, except for rounding; so every size is tried, from 1 up.
+    The largest relative position falls as groups grow, except for rounding; so every size is tried, from the one at
+    which it would fit without any rounding.
     """
-    fits = (group for group in range(1, length + 1) if largest_relative_position(length, window, group) <= reach)
+    least = max(1, -(-(length - 1 - window) // (reach - window + 1)))
+    fits = (group for group in range(least, length + 1) if largest_relative_position(length, window, group) <= reach)
     return next(fits, None)
 
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from ctxext.errors import InvalidParameterError
+from ctxext.methods import self_extend
 from ctxext.methods.self_extend import SelfExtend, largest_relative_position, longest_text, smallest_group
 from tests._remap import ROPE, by_formula, relative_positions, weights
 
@@ -33,6 +34,25 @@ def test_the_smallest_group_keeps_the_reach_and_a_smaller_one_does_not(window: i
         assert longest_text(window, group, reach) >= length
         found = relative_positions(SelfExtend(factor=length / 64, window=window, reach=reach), ROPE, length)
         assert found[64:].nan_to_num(0).max() <= reach, "inside the trained window, distances are what they are"
+
+
+def test_the_smallest_group_is_found_without_trying_all_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A reach at the end of the window needs groups of nearly the whole text."""
+    for length, window in ((250, 7), (101, 60), (3000, 48)):
+        for reach in range(window, 63):
+            sizes = [size for size in range(1, length + 1) if largest_relative_position(length, window, size) <= reach]
+            assert smallest_group(length, window, reach) == sizes[0]
+    tried = 0
+
+    def counted(*numbers: int) -> int:
+        nonlocal tried
+        tried += 1
+        return largest_relative_position(*numbers)
+
+    monkeypatch.setattr(self_extend, "largest_relative_position", counted)
+    for reach in (4096, 4097, 4100):
+        assert smallest_group(10**9, 4096, reach) is not None
+    assert tried < 4 * 4096
 
 
 def test_the_authors_rule_gives_out_a_position_that_was_never_trained() -> None:
