@@ -413,7 +413,7 @@ def read_extension(directory: Path, *, plain: bool = False, base: StrPath | nn.M
     if not is_extended:
         return SavedAdapter(directory, carried or {}, PeftConfig.from_pretrained(directory), None)
     saved = read_beside(path)
-    if not all(_is_guarded(adapter.get(field)) for field in saved["guarded"]):
+    if {field for field in GUARDED_FIELDS if _is_guarded(adapter.get(field))} != saved["guarded"].keys():
         raise CheckpointError(
             f"{directory / ADAPTER_FILE} is not the one that {EXTENSION_FILE} was written for: saving was interrupted, "
             f"or another adapter was saved over it. Save the adapter again with ctxext.save."

@@ -24,6 +24,7 @@ from ctxext.core.rotary import find_sites
 from ctxext.core.saved import (
     already_extended,
     arguments_over,
+    checked_extension,
     describe_saved,
     plain_config,
     saved_extension,
@@ -296,7 +297,7 @@ def inspect_adapter(directory: Path) -> Description:
             f"{directory} is an adapter without {EXTENSION_FILE}: it carries no extension. Inspect its base model."
         )
     base = read_json(directory / "adapter_config.json").get("base_model_name_or_path")
-    return describe_saved(read_beside(path)["extension"], f"adapter for {base}")
+    return describe_saved(checked_extension(read_beside(path)["extension"], str(path)), f"adapter for {base}")
 
 
 def _window(text: Any, trained_length: int | None) -> tuple[str | None, bool]:

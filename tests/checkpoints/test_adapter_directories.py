@@ -82,6 +82,8 @@ def test_whole_weights_and_an_adapter_in_one_directory_are_refused(
         ("ctxext_config.json", '{"extension": '),
         ("ctxext_config.json", "{}"),
         ("ctxext_config.json", '{"extension": null, "guarded": {}}'),
+        ("ctxext_config.json", '{"extension": {}, "guarded": {}}'),
+        ("ctxext_config.json", '{"extension": {"format": 1}, "guarded": {"peft_type": "LORA"}}'),
     ],
 )
 def test_a_damaged_file_is_named(name: str, content: str, plain: Path, tmp_path: Path) -> None:
