@@ -389,8 +389,6 @@ def read_extension(directory: Path, *, plain: bool = False, base: StrPath | nn.M
         CheckpointError: if the adapter was saved without its extension, not in safetensors, or a file is missing.
     """
     require_package("peft", "train", f"{directory} is an adapter; reading it takes", CheckpointError)
-    from peft import PeftConfig
-
     path = directory / EXTENSION_FILE
     adapter, is_extended = read_json(directory / ADAPTER_FILE), path.is_file()
     if not is_extended and any(_is_guarded(adapter.get(field)) for field in GUARDED_FIELDS):
@@ -411,7 +409,7 @@ def read_extension(directory: Path, *, plain: bool = False, base: StrPath | nn.M
             f"ctxext.save."
         )
     if not is_extended:
-        return SavedAdapter(directory, carried or {}, PeftConfig.from_pretrained(directory), None)
+        return SavedAdapter(directory, carried or {}, _peft_config(directory, directory), None)
     saved = read_beside(path)
     if {field for field in GUARDED_FIELDS if _is_guarded(adapter.get(field))} != saved["guarded"].keys():
         raise CheckpointError(
@@ -421,11 +419,28 @@ def read_extension(directory: Path, *, plain: bool = False, base: StrPath | nn.M
     # PEFT reads a config from a directory and refuses this one, so a copy gets back the fields that were marked.
     with tempfile.TemporaryDirectory() as restored:
         (Path(restored) / ADAPTER_FILE).write_text(json.dumps(adapter | saved["guarded"]), encoding="utf-8")
-        config = PeftConfig.from_pretrained(restored)
+        config = _peft_config(restored, directory)
     extension = checked_extension(saved["extension"], str(path))
     if "encoding" not in saved:
         return SavedAdapter(directory, extension, config, None)
     return SavedAdapter(directory, extension, config, _read_encoding(directory), tuple(saved["encoding"]["trained"]))
+
+
+def _peft_config(place: StrPath, directory: Path) -> Any:
+    """Read the PEFT config that lies at a place, for the adapter in a directory.
+
+    Raises:
+        CheckpointError: the installed PEFT cannot read it, as of a type that a later one has.
+    """
+    import peft
+
+    try:
+        return peft.PeftConfig.from_pretrained(os.fspath(place))
+    except (KeyError, TypeError, ValueError) as error:
+        raise CheckpointError(
+            f"PEFT {peft.__version__} cannot read {directory / ADAPTER_FILE}: {error}. Install the version that it was "
+            f"saved with, or mend the file."
+        ) from error
 
 
 def _carried_by_base(place: Any) -> JsonObject | None:

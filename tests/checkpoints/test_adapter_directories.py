@@ -94,6 +94,18 @@ def test_a_damaged_file_is_named(name: str, content: str, plain: Path, tmp_path:
             read(tmp_path)
 
 
+@pytest.mark.parametrize("is_extended", [False, True])
+def test_a_type_that_this_peft_does_not_know_is_named(is_extended: bool, plain: Path, tmp_path: Path) -> None:
+    model = ctxext.patch(tiny(), "yarn", factor=2) if is_extended else tiny()
+    get_peft_model(model, LoraConfig(target_modules=["q_proj"])).save_pretrained(tmp_path)
+    if is_extended:
+        rewrite(tmp_path / "ctxext_config.json", lambda saved: saved["guarded"].update(peft_type="OF_TOMORROW"))
+    else:
+        rewrite(tmp_path / "adapter_config.json", lambda config: config.update(peft_type="OF_TOMORROW"))
+    with pytest.raises(CheckpointError, match=r"^PEFT .* cannot read .*adapter_config\.json: 'OF_TOMORROW'"):
+        load_saved(tmp_path, plain_class=True, base=plain)
+
+
 def lora_on(place: Path, base: Any, **fields: Any) -> Path:
     """Save an adapter of a random model."""
     get_peft_model(base, LoraConfig(r=2, **fields)).save_pretrained(place)
