@@ -533,8 +533,8 @@ def put_adapter(
     if (unreached := _unreached(reader, adapter.directory, name)) is not None:
         take_out(reader, name, is_last=adapted is None)
         raise CheckpointError(
-            f"The adapter in {adapter.directory} does not fit this {type(base).__name__}: {unreached}. Give the base "
-            f"that it was trained on, or mend {ADAPTER_FILE}."
+            f"The adapter in {adapter.directory} does not fit this {type(base).__name__}: {unreached}. Give the base, "
+            f"and the class (auto_class), that it was trained on, or mend {ADAPTER_FILE}."
         )
     with torch.no_grad():
         for key, weight in beside.items():

@@ -135,6 +135,18 @@ def test_an_adapter_that_does_not_reach_what_it_asks_for_is_refused(name: str, t
     assert [key for key, _ in model.named_modules()] == names
 
 
+@pytest.mark.slow
+def test_an_adapter_of_a_classifier_asks_for_its_class(plain: Path, tmp_path: Path) -> None:
+    """The base's own class is that of a language model, which has no place for the head."""
+    chosen = {"auto_class": "AutoModelForSequenceClassification", "num_labels": 3}
+    config = LoraConfig(task_type="SEQ_CLS", target_modules=["q_proj"], init_lora_weights=False)
+    model = get_peft_model(ctxext.load(plain, "yarn", factor=2, **chosen), config).eval()
+    model.save_pretrained(tmp_path)
+    with pytest.raises(CheckpointError, match=r"no place for .*score\.weight .*the class \(auto_class\)"):
+        ctxext.load(tmp_path)
+    assert torch.equal(logits(ctxext.load(tmp_path, **chosen), tokens()), logits(model, tokens()))
+
+
 @pytest.mark.parametrize("saved", ["embed_tokens", "lm_head"])
 def test_whole_weights_of_another_size_leave_a_model_as_it_is(saved: str, tmp_path: Path) -> None:
     trained, model = tiny(num_hidden_layers=2), tiny(num_hidden_layers=2)
