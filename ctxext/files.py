@@ -232,7 +232,7 @@ def _exit(number: int, _: FrameType | None) -> None:
 @contextlib.contextmanager
 def whole_file(path: Path) -> Iterator[Path]:
     """Yield a hidden path beside ``path``, with its suffix, that replaces ``path`` unless the block raises."""
-    half = hidden_beside(path, f"{os.getpid()}{path.suffix}")
+    half = hidden_beside(path, f"{os.getpid()}-{threading.get_ident()}{path.suffix}")
     with ending_cleanly():
         try:
             yield half

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -16,7 +17,7 @@ import ctxext
 from ctxext.attention.heads import HeadScores
 from ctxext.checkpoints.source import read_tokenizer
 from ctxext.errors import CtxextError, InvalidParameterError
-from ctxext.files import DAY, LEVELS, parse_json, read_json, read_json_as, whole_files
+from ctxext.files import DAY, LEVELS, parse_json, read_json, read_json_as, whole_file, whole_files, write_whole
 from ctxext.measuring.journal import _parsed
 from ctxext.methods import choice_in
 from ctxext.quantities import parameter_of
@@ -109,3 +110,21 @@ def test_what_a_kill_left_is_removed_a_day_later(tmp_path: Path) -> None:
     with whole_files(tmp_path, last=[]) as half:
         (half / "new").write_text("new")
     assert sorted(os.listdir(tmp_path)) == [".4e5f6a7b.partial", "new"]
+
+
+def test_two_threads_that_write_one_file_leave_the_whole_of_one(tmp_path: Path) -> None:
+    path, errors = tmp_path / "file.json", list[OSError]()
+
+    def write() -> None:
+        try:
+            write_whole(path, "other")
+        except OSError as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=write)
+    with whole_file(path) as half:
+        half.write_text("mine")
+        thread.start()
+        thread.join()
+        assert half.read_text() == "mine"
+    assert (path.read_text(), errors, os.listdir(tmp_path)) == ("mine", [], ["file.json"])
