@@ -64,9 +64,9 @@ def save(
     Args:
         model: a patched model, or a PEFT wrapper around one.
         directory: Folder to write into; created if it does not exist.
-        tokenizer: tokenizer to save with the model. Its ``model_max_length``, at which it truncates, is raised to the
-            model's new length in the saved files; the object itself stays unchanged. Limits in files of a tokenizer, or
-            of sentence-transformers, that are already in ``directory`` follow the new window too.
+        tokenizer: tokenizer, or processor, to save with the model. Its ``model_max_length``, at which it truncates, is
+            raised to the model's new length in the saved files; the object itself stays unchanged. Limits in files of a
+            tokenizer, or of sentence-transformers, that are already in ``directory`` follow the new window too.
         remote_code: True to add a four-line module through which programs that take a path load the model like
             ``ctxext.load``, if they pass ``trust_remote_code=True`` to transformers and ctxext is installed. Other
             programs refuse the checkpoint as before.
@@ -100,7 +100,7 @@ def save(
     adapted = next((wrapper for wrapper in subject.chain if hasattr(wrapper, "peft_config")), None)
     _refuse_place(place, adapted, saving.get("variant"))
     if tokenizer is not None:
-        require_padding(inner, tokenizer)
+        require_padding(inner, _text_tokenizer(tokenizer))
     hub: dict[str, Any] = {"repo_id": place.name, "token": saving.get("token")}
     hub |= {option: saving.pop(option) for option in HUB_OPTIONS if option in saving}
     is_published = saving.pop("push_to_hub", False) and saving.get("is_main_process", True)
@@ -131,7 +131,8 @@ def save(
                 save_adapters(adapted, half, **saving)
             if tokenizer is not None:
                 longer = copy.deepcopy(tokenizer)
-                longer.model_max_length = max(longer.model_max_length, extension["target_length"])
+                text = _text_tokenizer(longer)
+                text.model_max_length = max(text.model_max_length, extension["target_length"])
                 longer.save_pretrained(half)
             lengths = extension["trained_length"], extension["target_length"]
             write_card(
@@ -154,6 +155,18 @@ def save(
         ) from error
     if is_published:
         _publish(place, written, hub)
+
+
+def _text_tokenizer(given: Any) -> Any:
+    """Return a tokenizer itself, and the tokenizer of a processor.
+
+    Raises:
+        InvalidParameterError: if it is neither.
+    """
+    text = given if hasattr(given, "model_max_length") else getattr(given, "tokenizer", None)
+    if not hasattr(text, "model_max_length"):
+        raise InvalidParameterError(f"tokenizer must be a tokenizer or processor of transformers, found {given!r:.80}.")
+    return text
 
 
 def _refuse_place(place: Path, adapted: Any, variant: str | None) -> None:

@@ -16,6 +16,8 @@ from ctxext.errors import CheckpointError, InvalidParameterError
 from ctxext.files import read_json
 from tests._checkpoints import contents
 from tests._models import logits, tiny, tokens
+from tests._tokenizer import make_tokenizer
+from tests.walk.tiny import TRAINED_LENGTH
 
 
 def adapted() -> Any:
@@ -112,3 +114,27 @@ def test_an_adapter_in_a_form_that_is_not_read_is_refused(tmp_path: Path) -> Non
         ctxext.save(model, tmp_path, safe_serialization=False)
     assert contents(tmp_path) == before
     ctxext.save(model, tmp_path, safe_serialization=True)
+
+
+class Processor:
+    """Of a model that reads images too: a tokenizer and more, saved together."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self.tokenizer = tokenizer
+
+    def save_pretrained(self, directory: Path) -> None:
+        self.tokenizer.save_pretrained(directory)
+        (directory / "processor_config.json").write_text("{}")
+
+
+@pytest.mark.slow
+def test_a_processor_is_saved_as_a_tokenizer_is(tmp_path: Path) -> None:
+    tokenizer = make_tokenizer(bos=True)
+    tokenizer.model_max_length = TRAINED_LENGTH
+    ctxext.save(whole(), tmp_path / "saved", tokenizer=Processor(tokenizer))
+    assert read_json(tmp_path / "saved" / "tokenizer_config.json")["model_max_length"] == 2 * TRAINED_LENGTH
+    assert (tmp_path / "saved" / "processor_config.json").is_file()
+    assert tokenizer.model_max_length == TRAINED_LENGTH
+    with pytest.raises(InvalidParameterError, match="tokenizer or processor of transformers, found 'llama'"):
+        ctxext.save(whole(), tmp_path / "new", tokenizer="llama")
+    assert not (tmp_path / "new").exists()
