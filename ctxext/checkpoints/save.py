@@ -33,7 +33,7 @@ from ctxext.core.rebuild import own_defaults
 from ctxext.core.rotary import require_as_patched
 from ctxext.core.saved import extended_texts, saved_sides
 from ctxext.core.subject import Subject
-from ctxext.errors import CheckpointError, InvalidParameterError, PatchStateError
+from ctxext.errors import CheckpointError, CtxextError, InvalidParameterError, PatchStateError
 from ctxext.files import StrPath, whole_files
 from ctxext.methods import RopeMethod, saved_class
 from ctxext.models import find_architecture
@@ -147,6 +147,13 @@ def save(
                 destination=place,
             )
             written = [path.relative_to(half).as_posix() for path in half.rglob("*") if path.is_file()]
+    except CtxextError:
+        raise
+    except ValueError as error:  # transformers and PEFT name the argument, and what it takes
+        raise InvalidParameterError(
+            f"This {type(model).__name__} is not saved as it was asked to be: {error} What lay in {place} before is as "
+            f"it was."
+        ) from error
     except (OSError, SafetensorError) as error:
         reason = getattr(error, "strerror", None) or error
         raise CheckpointError(

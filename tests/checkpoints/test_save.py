@@ -138,3 +138,15 @@ def test_a_processor_is_saved_as_a_tokenizer_is(tmp_path: Path) -> None:
     with pytest.raises(InvalidParameterError, match="tokenizer or processor of transformers, found 'llama'"):
         ctxext.save(whole(), tmp_path / "new", tokenizer="llama")
     assert not (tmp_path / "new").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("model", "how"),
+    [(whole, {"max_shard_size": "5 cats"}), (adapted, {"selected_adapters": ["second"]})],
+    ids=["size", "adapter"],
+)
+def test_what_transformers_and_peft_do_not_take_is_a_sentence(model: Any, how: dict[str, Any], tmp_path: Path) -> None:
+    with pytest.raises(InvalidParameterError, match=r"is not saved as it was asked to be: .* is as it was\."):
+        ctxext.save(model(), tmp_path / "new", **how)
+    assert not (tmp_path / "new").exists()
