@@ -485,12 +485,18 @@ def put_adapter(
     Raises:
         CheckpointError: if the model is extended otherwise than the one that the adapter was trained on; or if the
             encoding was not saved with the adapter, or differs from the encoding of the model's adapters.
+        IncompatibleError: if weights of the model are on a disk.
         InvalidParameterError: if the model has an adapter of this name.
     """
     from peft import PeftMixedModel, PeftModel
 
     subject = Subject.of(model)
     base = subject.model
+    if "disk" in (getattr(base, "hf_device_map", None) or {}).values():
+        raise IncompatibleError(
+            f"This {type(base).__name__} has weights on a disk, which PEFT cannot put an adapter on. Load it with "
+            f"another device_map, such as 'cpu'."
+        )
     if edits is None:
         edits = Edits() if (state := patched_state(base)) is None else state.edits
     if adapter.extension and (different := differences(adapter.extension, subject.saved)):

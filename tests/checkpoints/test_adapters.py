@@ -260,6 +260,18 @@ def test_hooks_that_peft_takes_off_an_offloaded_base_keep_the_extension(plain: P
     assert torch.equal(logits(ctxext.load(tmp_path, base=base), tokens()), logits(model, tokens()))
 
 
+def test_weights_on_a_disk_are_refused(adapter: tuple[Path, Tensor], plain: Path, tmp_path: Path) -> None:
+    """PEFT would move the weights that are not there to whatever device there is."""
+    offloaded: dict[str, Any] = {"device_map": {"": "disk"}, "offload_folder": tmp_path}
+    with pytest.raises(IncompatibleError, match="weights on a disk, which PEFT cannot put"):
+        ctxext.load(adapter[0], **offloaded)
+    base = ctxext.load(plain, **EXTENSION, **offloaded)
+    expected = logits(base, tokens())
+    with pytest.raises(IncompatibleError, match="weights on a disk"):
+        ctxext.load(adapter[0], base=base)
+    assert torch.equal(logits(base, tokens()), expected)
+
+
 @pytest.mark.slow
 def test_another_base_model(adapter: tuple[Path, Tensor], tmp_path: Path) -> None:
     tiny(rope_parameters={"rope_type": "default", "rope_theta": 5e5}).save_pretrained(tmp_path / "other")
