@@ -5,7 +5,7 @@ tokens, and the rest holds the chunks of older text that share most with what wa
 are ranked by BM25 over tokens and pairs of neighbouring tokens: nothing is learned, and nothing but the text is read.
 
 Source: Robertson and Zaragoza, "The Probabilistic Relevance Framework: BM25 and Beyond" (2009), section 3, with
-k1 = 1.2, and without a correction for length, since chunks are equally long.
+k1 = 1.2, and without a correction for length, since all chunks but the last are equally long.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ class RankedChunks:
 
     Args:
         tokens: Tokens of the text.
-        size: Tokens of a chunk, at least 1; a shorter rest is none.
+        size: Tokens of a chunk, at least 1; the last one may have fewer.
         first: Token at which the first chunk begins.
     """
 
     def __init__(self, tokens: Sequence[int], size: int, first: int = 0) -> None:
-        self.spans = [(at, at + size) for at in range(first, len(tokens) - size + 1, size)]
+        self.spans = [(at, min(at + size, len(tokens))) for at in range(first, len(tokens), size)]
         self._counts = defaultdict[Term, list[tuple[int, int]]](list)  # of each term: chunks and how often they hold it
         for number, span in enumerate(self.spans):
             for term, count in Counter(_terms(tokens[slice(*span)])).items():

@@ -437,6 +437,19 @@ def test_a_selection_is_the_beginning_and_what_the_question_speaks_of() -> None:
         select(tokenizer, text, ["Who?"], 255)
 
 
+def test_the_end_of_a_text_is_found_whatever_its_length() -> None:
+    """Chunks of 128 tokens seldom fill a text: what is left at the end is a chunk too."""
+    tokenizer = make_tokenizer(bos=False)
+    filler, fact = "rain fell on the grey hills that day, and so on. ", "Zoe Quartz won."
+    for rest in (15, 60, 127, 0, 1):
+        length = 128 * 12 + rest
+        text = (filler * 40)[: length - len(fact)] + fact
+        (part,) = select(tokenizer, text, ["Zoe Quartz won what?"], 256 + 128)
+        assert fact[:-1] in part.text
+        assert part.read <= 384
+        assert len(tokenizer(part.text).input_ids) <= 384 + 2 * len(LEFT_OUT)
+
+
 @pytest.mark.slow
 def test_a_selection_is_answered_as_a_text_of_its_own() -> None:
     answering, tokenizer, text = trained_for(byte_model(), 600), make_tokenizer(bos=False), TEXT * 20
