@@ -20,6 +20,7 @@ from ctxext.evaluation.ruler.tasks.base import Question, Setting, Task, all_of, 
 from ctxext.evaluation.trials import HidingPrompt, TrialReport, Trials, relative_effective_length, without
 from ctxext.files import digest
 from ctxext.measuring.forward import SMALL_MODEL, Progress, ticking
+from ctxext.measuring.statistics import check_finite
 from ctxext.measuring.survey import Trial
 from ctxext.texts.corpus import special_prefix, tokenizer_digest
 from ctxext.texts.documents import Document
@@ -84,7 +85,11 @@ def ask(
 
 
 def reply_to(model: nn.Module, tokenizer: Any, prompt: list[int], *, tokens: int) -> str:
-    """Write what follows ``prompt``: the likeliest token each time, whatever the model's own settings say."""
+    """Write what follows ``prompt``: the likeliest token each time, whatever the model's own settings say.
+
+    Raises:
+        IncompatibleError: the model gives NaN.
+    """
     inner: Any = model
     device = next(inner.parameters()).device
     ids = torch.tensor([prompt], device=device)
@@ -102,9 +107,17 @@ def reply_to(model: nn.Module, tokenizer: Any, prompt: list[int], *, tokens: int
         pad_token_id=tokenizer.pad_token_id or 0,
     )
     with torch.no_grad():
-        written = inner.generate(ids, attention_mask=torch.ones_like(ids), generation_config=greedy)
+        written = inner.generate(
+            ids, attention_mask=torch.ones_like(ids), generation_config=greedy, logits_processor=[_finite]
+        )
     text: str = tokenizer.decode(written[0, len(prompt) :], skip_special_tokens=True)
     return text
+
+
+def _finite(_: Tensor, scores: Tensor) -> Tensor:
+    """Return the logits of a step, or refuse NaN, which greedy decoding takes for the likeliest token."""
+    check_finite(scores.float().logsumexp(-1), "while it wrote a reply")
+    return scores
 
 
 def _setting(tokenizer: Any, length: int, essay: Document | None, chat: bool) -> Setting:

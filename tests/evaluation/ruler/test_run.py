@@ -13,7 +13,7 @@ import pytest
 import torch
 from transformers import LlamaForCausalLM
 
-from ctxext.errors import InvalidParameterError, install_line
+from ctxext.errors import IncompatibleError, InvalidParameterError, install_line
 from ctxext.evaluation.ruler.run import RulerResult, RulerTrial, ask, draw, ruler_prompts
 from ctxext.evaluation.ruler.tasks import TASKS
 from ctxext.evaluation.ruler.tasks.base import Setting, Task, largest_fit, words
@@ -158,6 +158,15 @@ def test_a_reply_does_not_depend_on_what_was_asked_before() -> None:
     short, long = jobs_of(find_readers(loaded, lengths=[1024, 1500], unpatched=False)[-1:], prompts)
     alone, _, again = (job.ask(loaded.model, lambda *_: None).values["trial"] for job in (short, long, short))
     assert again == alone
+
+
+def test_a_reply_out_of_nan_is_refused_and_scores_nothing() -> None:
+    """Greedy decoding takes NaN for the likeliest token: the first of the vocabulary, again and again."""
+    broken = trained_for(tiny("llama", vocab_size=257), 2048)
+    with torch.no_grad():
+        broken.lm_head.weight[7] = torch.nan
+    with pytest.raises(IncompatibleError, match=r"returned NaN or infinite losses: while it wrote .*another --dtype"):
+        answered(broken, BYTES_AFTER_BOS, lengths=[1024], tasks=["niah_single_1"], samples=1)
 
 
 @pytest.mark.parametrize(("bos", "trained"), [(False, 128), (True, 129), (True, 64)])
