@@ -37,7 +37,7 @@ from transformers.generation.continuous_batching.model_runner import infer_max_s
 
 from ctxext.core.rebuild import FAILURES
 from ctxext.core.subject import cache_argument
-from ctxext.errors import InvalidParameterError, require_package
+from ctxext.errors import IncompatibleError, InvalidParameterError, require_package
 from ctxext.files import JsonObject
 from ctxext.measuring.forward import logits_in_chunks
 from ctxext.serving.ask import GREEDY, as_graphs
@@ -310,6 +310,8 @@ class Draw:
 
     def __call__(self, scores: Tensor) -> int:
         """Draw the next token from its logits."""
+        if scores.isnan().any():  # which the likeliest token would be, the first of all
+            raise IncompatibleError("The model gives NaN. Serve it in another --dtype: fp32 has the range.")
         logits = self._weighed(scores.float())
         if self.temperature == 0:
             token = int(logits.argmax())

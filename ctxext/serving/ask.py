@@ -328,6 +328,11 @@ class ReadText:
         written = self.model.generate(**given, **GREEDY, max_new_tokens=new)
         answer: list[int] = written[0, len(prompt) :].tolist()
         self.probability = certainty.mean(len(answer))
+        if math.isnan(self.probability):  # of which greedy decoding takes the first token of all for the likeliest
+            raise IncompatibleError(
+                f"{type(self.model).__name__} gives NaN in place of probabilities. Load it in another dtype (--dtype): "
+                f"fp32 has the range."
+            )
         return answer
 
 
@@ -358,7 +363,7 @@ def ask(
 
     Raises:
         InvalidParameterError: text, question and answer exceed the model's window; or too few tokens to select.
-        IncompatibleError: the model keeps its state otherwise than in the cache that it is given.
+        IncompatibleError: the model keeps its state otherwise than in the cache that it is given, or gives NaN.
     """
     questions = [questions] if isinstance(questions, str) else list(questions)
     if select is not None:

@@ -35,6 +35,7 @@ from tests.serving._asking import (
     letters,
     say,
     say_as_qwen,
+    tiny,
 )
 
 PROMPT = "once upon a time"
@@ -543,6 +544,26 @@ def test_an_error_inside_a_stream_is_json_and_ends_no_other_answer(
         assert (events[-2]["error"]["message"], events[-1]) == ("KeyError: 0", "[DONE]")
         status, answer = server.raw(TEXT, {"prompt": "x", "max_tokens": 4})
         assert (status, answer["error"]["message"]) == (500, "KeyError: 0")
+
+
+@pytest.mark.parametrize("together", [False, BATCHES])
+def test_an_answer_out_of_nan_is_an_error(together: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Greedy decoding would take the first token of all for the likeliest."""
+
+    def broken(tokenizer: Any) -> Any:
+        made = tiny(tokenizer)
+        with torch.no_grad():
+            made.get_output_embeddings().weight[9] = torch.nan
+        return made
+
+    monkeypatch.setattr("tests.serving._asking.tiny", broken)
+    with asking(letters(), together=together) as server:
+        for greedy in (0, 1):
+            status, answer = server.raw(TEXT, {"prompt": "x", "max_tokens": 3, "temperature": greedy})
+            assert (status, "The model gives NaN. Serve it in another --dtype" in answer["error"]["message"]) == (
+                500,
+                True,
+            )
 
 
 @pytest.mark.parametrize("stream", [False, True])

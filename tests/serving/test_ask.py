@@ -378,6 +378,18 @@ def test_an_answer_has_the_mean_probability_of_its_tokens() -> None:
     assert text.is_unsure
 
 
+def test_an_answer_out_of_nan_is_refused_and_not_called_sure() -> None:
+    broken = model("yarn")
+    text = ctxext.read(broken, BYTES, TEXT[:120], max_new_tokens=NEW)
+    with torch.no_grad():
+        broken.lm_head.weight[7] = torch.nan
+    for answer in (text.ask, lambda question: ctxext.ask(broken, BYTES, TEXT[:120], question, max_new_tokens=NEW)):
+        with pytest.raises(
+            IncompatibleError, match=r"^LlamaForCausalLM gives NaN in place of prob.* fp32 has the range"
+        ):
+            answer(QUESTIONS[0])
+
+
 def test_the_limit_of_what_is_unsure_is_what_the_look_ups_chose() -> None:
     answers = unsure.read_rows(ROOT / "docs" / "evidence" / "unsure.csv")
     choosing, judging = unsure.halves(answers)
