@@ -31,6 +31,7 @@ from ctxext.core.patching import describe, patch
 from ctxext.core.subject import Subject, cache_argument
 from ctxext.errors import IncompatibleError, InvalidParameterError
 from ctxext.files import refuse_as_file
+from ctxext.methods.parameters import checked_tokens
 from ctxext.recommended import RECOMMENDED
 from ctxext.serving.selected import select as selected
 from ctxext.serving.selected import tokens_in
@@ -117,6 +118,9 @@ class ReadText:
     _read_with: dict[str, Any] = field(default_factory=dict, init=False)
     _room: int | None = field(default=None, init=False)
     probability: float = field(default=1.0, init=False)
+
+    def __post_init__(self) -> None:
+        checked_tokens("max_new_tokens", self.new)
 
     @property
     def is_unsure(self) -> bool:
@@ -362,7 +366,7 @@ def ask(
         The greedy answer to each question, as ``model.generate`` gives it for the whole prompt.
 
     Raises:
-        InvalidParameterError: text, question and answer exceed the model's window; or too few tokens to select.
+        InvalidParameterError: text, question and answer exceed the model's window; or too few tokens to write or read.
         IncompatibleError: the model keeps its state otherwise than in the cache that it is given, or gives NaN.
     """
     questions = [questions] if isinstance(questions, str) else list(questions)

@@ -8,6 +8,7 @@ from typing import Any
 
 from ctxext.errors import InvalidParameterError
 from ctxext.measuring.selection import CHUNK, RankedChunks
+from ctxext.methods.parameters import checked_tokens
 
 LEFT_OUT = "\n...\n"
 
@@ -61,7 +62,7 @@ def select(tokenizer: Any, text: str, questions: Sequence[str], tokens: int) -> 
     Raises:
         InvalidParameterError: fewer tokens, or a tokenizer that is written in Python.
     """
-    if tokens < 2 * CHUNK:
+    if checked_tokens("select", tokens) < 2 * CHUNK:
         raise InvalidParameterError(f"select must be at least {2 * CHUNK} tokens, found {tokens}.")
     ids, starts = tokens_in(tokenizer, text, "Leave select out, or cut the text yourself.")
     if len(ids) <= tokens:

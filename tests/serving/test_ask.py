@@ -101,6 +101,17 @@ def test_texts_beyond_the_window_are_refused_or_cut() -> None:
         ReadText(extended, BYTES, "short", QUESTIONS, 500).cut()
 
 
+@pytest.mark.parametrize("given", [0, -1, True])
+def test_a_number_of_tokens_to_write_or_select_that_is_none_is_refused(given: Any) -> None:
+    for ask in (ctxext.ask, lambda *asked, **how: ctxext.read(*asked[:3], **how)):
+        with pytest.raises(
+            InvalidParameterError, match=r"^max_new_tokens must be a positive whole number of tokens, fou"
+        ):
+            ask(model("yarn"), BYTES, TEXT[:50], QUESTIONS, max_new_tokens=given)
+    with pytest.raises(InvalidParameterError, match=r"^select must be (a positive whole number|at least 256 tokens)"):
+        ctxext.ask(model("yarn"), BYTES, TEXT[:50], QUESTIONS, max_new_tokens=NEW, select=given)
+
+
 @pytest.mark.parametrize("letter", ["\U0001f600", "漢", "é"])
 def test_no_cut_goes_through_a_letter(letter: str) -> None:
     """Of bytes: all tokens of a letter begin at the same place."""
