@@ -78,7 +78,7 @@ def ask(
     """
     prompt = _ids(tokenizer, question.prompt, chat)
     room = len(prompt) if window is None else window - task.tokens_to_generate
-    prompt = without(prompt, max(0, len(prompt) - room), prefix=_prefix(tokenizer, chat))
+    prompt = without(prompt, max(0, len(prompt) - room), prefix=_prefix(tokenizer, prompt))
     reply = reply_to(model, tokenizer, prompt.tolist(), tokens=task.tokens_to_generate)
     score = all_of(reply, question.answers)
     return RulerTrial(task.name, task.setting.length, question.index, len(prompt), reply, question.answers, score)
@@ -140,8 +140,10 @@ def _ids(tokenizer: Any, text: str, chat: bool) -> Int[Tensor, " tokens"]:
     return torch.tensor([*prefix, *tokenizer(text, add_special_tokens=False, verbose=False).input_ids])
 
 
-def _prefix(tokenizer: Any, chat: bool) -> int:
-    return 0 if chat else len(special_prefix(tokenizer))
+def _prefix(tokenizer: Any, prompt: Int[Tensor, " tokens"]) -> int:
+    """Count the special tokens in front of a prompt, where a chat template may write them too."""
+    own = special_prefix(tokenizer) or [tokenizer.bos_token_id]
+    return len(own) if prompt[: len(own)].tolist() == own else 0
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -211,20 +213,21 @@ def ruler_prompts(
     for length, kind in itertools.product(lengths, chosen):
         task = kind(_setting(tokenizer, length, essay, chat))
         # The other prompts have about the size of the first, so the search for their sizes begins there.
-        near, source = draw(task, index=0, seed=seed).size, digest(essay.text) if task.in_essay and essay else None
+        first, source = draw(task, index=0, seed=seed), digest(essay.text) if task.in_essay and essay else None
+        prefix = _prefix(tokenizer, _ids(tokenizer, first.prompt, chat))
         prompts += [
             RulerPrompt(
                 name=f"{task.name}, {length:,} tokens",
                 length=length,
-                identity=[task.name, index, *depends, source],
-                least=_prefix(tokenizer, chat) + task.tokens_to_generate + 1,
+                identity=[task.name, index, *depends, source, prefix],
+                least=prefix + task.tokens_to_generate + 1,
                 task=task,
                 index=index,
                 seed=seed,
-                near=near,
+                near=first.size,
                 tokenizer=tokenizer,
                 chat=chat,
-                prefix=_prefix(tokenizer, chat),
+                prefix=prefix,
                 turning_point=turning_point,
             )
             for index in range(samples)

@@ -216,6 +216,29 @@ def test_a_chat_template_is_put_around_the_message(
     assert [part.count("Question:") for part in common.split("[user]")] == [0, 1, 1]
 
 
+@pytest.mark.parametrize(("bos", "template", "kept"), [(True, "<s>", 1), (True, "", 0), (False, "<s>", 1)])
+def test_a_window_keeps_the_special_tokens_that_a_chat_template_writes(
+    bos: bool, template: str, kept: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Gemma and Llama 3 read badly without their first token, so that truncation would look worse than it is."""
+    tokenizer, loaded = make_tokenizer(bos=bos), trained_for(tiny("llama", vocab_size=257), 2048)
+    tokenizer.chat_template = template + "{% for m in messages %}[{{ m.role }}]{{ m.content }}[/]{% endfor %}"
+    read: list[list[int]] = []
+
+    def generate(ids: torch.Tensor, **kwargs: object) -> torch.Tensor:
+        read.append(ids[0].tolist())
+        return torch.cat([ids, ids[:, :1]], dim=1)
+
+    monkeypatch.setattr(loaded, "generate", generate)
+    (prompt,) = ruler_prompts(tokenizer, lengths=[1024], tasks=["niah_single_1"], samples=1, chat=True)
+    prompt.ask(loaded, None, "", lambda *_: None)
+    prompt.ask(loaded, 400, "", lambda *_: None)
+    whole, cut = read
+    assert len(cut) == 400 - 128
+    assert cut == [*whole[:kept], *whole[len(whole) - len(cut) + kept :]]
+    assert prompt.least == kept + 128 + 1
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
