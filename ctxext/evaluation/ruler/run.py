@@ -7,6 +7,8 @@ import itertools
 import random
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from importlib import metadata
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -29,6 +31,7 @@ from ctxext.texts.documents import Document
 SEED, SAMPLES = 42, 10
 # What one step of generation costs, in tokens of a long pass: it reads all weights for a single token.
 STEP = 30
+WORDS = "wonderwords"  # the package whose lists most tasks draw from
 
 
 def draw(task: Task, *, index: int, seed: int, near: int | None = None) -> Question:
@@ -208,18 +211,20 @@ def ruler_prompts(
             f"least one of each."
         )
     template = tokenizer.chat_template if chat else None
-    depends = [seed, chat, tokenizer_digest(tokenizer), digest(template) if template else None]
+    lists = metadata.version(WORDS) if find_spec(WORDS) else None
+    depends = [seed, chat, tokenizer_digest(tokenizer), digest(template) if template else None, lists]
     prompts = []
     for length, kind in itertools.product(lengths, chosen):
         task = kind(_setting(tokenizer, length, essay, chat))
         # The other prompts have about the size of the first, so the search for their sizes begins there.
         first, source = draw(task, index=0, seed=seed), digest(essay.text) if task.in_essay and essay else None
-        prefix = _prefix(tokenizer, _ids(tokenizer, first.prompt, chat))
+        ids = _ids(tokenizer, first.prompt, chat)  # another order of merges, of which a vocabulary says nothing, shows
+        prefix = _prefix(tokenizer, ids)
         prompts += [
             RulerPrompt(
                 name=f"{task.name}, {length:,} tokens",
                 length=length,
-                identity=[task.name, index, *depends, source, prefix],
+                identity=[task.name, index, *depends, source, prefix, digest(str(ids.tolist()))],
                 least=prefix + task.tokens_to_generate + 1,
                 task=task,
                 index=index,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 import re
 import sys
@@ -11,7 +12,8 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import LlamaForCausalLM
+from tokenizers import Tokenizer
+from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 from ctxext.errors import IncompatibleError, InvalidParameterError, install_line
 from ctxext.evaluation.ruler.run import RulerResult, RulerTrial, ask, draw, ruler_prompts
@@ -237,6 +239,29 @@ def test_a_window_keeps_the_special_tokens_that_a_chat_template_writes(
     assert len(cut) == 400 - 128
     assert cut == [*whole[:kept], *whole[len(whole) - len(cut) + kept :]]
     assert prompt.least == kept + 128 + 1
+
+
+def test_other_merges_and_other_words_are_other_jobs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Journals tell them apart, though vocabulary, task and seed are the same."""
+
+    def merged(*merges: tuple[str, str]) -> Any:
+        made = make_tokenizer(bos=True)
+        parts = json.loads(made.backend_tokenizer.to_str())
+        parts["model"]["vocab"] |= {"th": 257, "he": 258}
+        parts["model"]["merges"] = [*merges]
+        return PreTrainedTokenizerFast(tokenizer_object=Tokenizer.from_str(json.dumps(parts)), bos_token="<s>")
+
+    def identities(tokenizer: Any) -> list[Any]:
+        return [one.identity for one in ruler_prompts(tokenizer, lengths=[1024], tasks=["niah_single_1"], samples=2)]
+
+    one, other = merged(("t", "h"), ("h", "e")), merged(("h", "e"), ("t", "h"))
+    assert one.get_vocab() == other.get_vocab()
+    assert identities(one) == identities(merged(("t", "h"), ("h", "e")))
+    assert identities(one)[0] != identities(one)[1]
+    assert identities(one) != identities(other)
+    before = identities(one)
+    monkeypatch.setattr("importlib.metadata.version", lambda package: f"another {package}")
+    assert identities(one) != before
 
 
 @pytest.mark.parametrize(
