@@ -135,12 +135,13 @@ def require_sources(sources: Sequence[str | Path], tokens: int = 0) -> None:
         tokens: Tokens that one of the sources has to have.
 
     Raises:
-        InvalidParameterError: a file or folder that is missing, and whose name is none of a data set on the hub; or
-            plain text files alone, all with too few bytes for so many tokens.
+        InvalidParameterError: a file or folder that is missing, and whose name is none of a data set on the hub; or a
+            pipe; or plain text files alone, all with too few bytes for so many tokens.
     """
     longest = 0.0
     for source in map(str, sources):
         path = Path(source)
+        _refuse_pipe(path)
         longest = max(longest, path.stat().st_size if is_text(path) and path.is_file() else math.inf)
         if not source.strip() or (source != "-" and not path.exists() and not _is_hub_name(path, source)):
             raise InvalidParameterError(f"Cannot read the text {source!r}: No such file or directory.")
@@ -148,6 +149,15 @@ def require_sources(sources: Sequence[str | Path], tokens: int = 0) -> None:
         raise InvalidParameterError(
             f"The texts are too short: {tokens:,} tokens are needed, and the longest of {len(sources)} has "
             f"{longest:,.0f} bytes. Give longer texts, or ask for a smaller length."
+        )
+
+
+def _refuse_pipe(path: Path) -> None:
+    """Refuse what can be read once only: a look at its beginning would take that out of the text."""
+    if path.exists() and not (path.is_file() or path.is_dir()):
+        raise InvalidParameterError(
+            f"The text {str(path)!r} is a pipe or a device, which can be read only once. Give a file, or - for "
+            f"standard input."
         )
 
 
@@ -481,6 +491,7 @@ def _is_json_table(path: Path, column: str | None) -> bool:
 
 def read_text(path: Path) -> str:
     """Return the text of a UTF-8 file; refuse any other."""
+    _refuse_pipe(path)
     _refuse_pointer(path)
     return _decoded(path.read_bytes(), str(path))
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from ctxext.errors import InvalidParameterError, LeftOutWarning, UnknownNameError
-from ctxext.texts.documents import Document, read_documents
+from ctxext.texts.documents import Document, read_documents, read_text
 from ctxext.training.documents import TokenisedDocuments
 
 
@@ -215,6 +215,21 @@ def test_what_is_no_regular_file_is_left_alone(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("a")
     with pytest.warns(LeftOutWarning, match=r"1 not regular files \(pipe\.txt\)"):
         assert [document.text for document in read_documents([tmp_path])] == ["a"]
+
+
+def test_a_pipe_is_refused_with_nothing_read_from_it() -> None:
+    """``-t <(zcat book.gz)``: a look at the beginning, for a pointer of Git LFS, takes it out of the text."""
+    reading, writing = os.pipe()
+    os.write(writing, b"Once upon a time.")
+    os.close(writing)
+    pipe = Path(f"/dev/fd/{reading}")
+    for read in (lambda: list(read_documents([pipe])), lambda: read_text(pipe)):
+        with pytest.raises(
+            InvalidParameterError, match=r"^The text '/dev/fd/\d+' is a pipe .* - for standard input\.$"
+        ):
+            read()
+    assert os.read(reading, 100) == b"Once upon a time."
+    os.close(reading)
 
 
 def test_training_reads_the_same_and_says_it_each_time(project: Path, tokenizer: object) -> None:
