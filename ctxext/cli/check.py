@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import typer
@@ -71,7 +72,8 @@ def check(
     served = load_served(source.checkpoint, weights=False, **loading)
     window = describe(served.checkpoint.model).target_length or asked.length
     tokens = min(window, asked.length)
-    ids = text.read(served.checkpoint, tokens=tokens).documents[0].input_ids
+    # One text: a data set may have no end.
+    ids = replace(text, documents=1).read(served.checkpoint, tokens=tokens).documents[0].input_ids
     if not served.checkpoint.has_weights:
         served = load_served(source.checkpoint, tokenizer=served.checkpoint.tokenizer, **loading)
     with StageBar(terminal(stderr=True), 1.0) as bar:

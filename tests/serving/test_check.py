@@ -21,7 +21,9 @@ import ctxext
 from ctxext.errors import InvalidParameterError, VerificationError
 from ctxext.serving import check
 from ctxext.serving.check import AS_SAID, PLAIN, TOP, Client, _answers, _top, check_server
+from tests._checkpoints import save_with_tokenizer
 from tests._models import byte_model, trained_for
+from tests._programs import command
 from tests._tokenizer import make_letters
 
 TRAINED, FACTOR = 64, 4
@@ -272,6 +274,15 @@ def http(body: bytes, *headers: str, status: str = "200 OK") -> bytes:
     """An answer as it is written."""
     length = () if any("ength" in line or "ncoding" in line for line in headers) else (f"Content-Length: {len(body)}",)
     return "\r\n".join([f"HTTP/1.1 {status}", "Connection: close", *length, *headers, "", ""]).encode("latin-1") + body
+
+
+@pytest.mark.slow
+def test_one_text_is_read_and_no_more(address: str, tmp_path: Path) -> None:
+    save_with_tokenizer(plain(), tmp_path / "plain", LETTERS)
+    (tmp_path / "texts.jsonl").write_text(json.dumps({"text": LETTERS.decode(IDS[0])}) + "\nno JSON\n")
+    Answering.says = [http(json.dumps(LISTED).encode())]
+    asked = ["check", tmp_path / "plain", "--url", address, "-m", "yarn", "-f", FACTOR, "-t", tmp_path / "texts.jsonl"]
+    assert "refuses a prompt of 21 tokens" in command(*asked, "--dtype", "fp32", code=1).output
 
 
 GARBAGE = {
