@@ -347,6 +347,8 @@ class Settings(Section):
         early = sum(stage.steps for stage in self.stages)
         if early and early >= self.training.steps:
             yield f"the stages take {early} steps, which leaves none of training.steps for the last"
+        if "-" in (*data.train, *self.evaluation.text):
+            yield "a run reads its texts more than once: give files, not standard input (-)"
         if data.positions == "packed" and self.training.batch > 1:
             yield (
                 "packed sequences go through the model one at a time: set training.batch to 1 and raise "

@@ -154,6 +154,8 @@ REFUSED: dict[type[Exception], list[tuple[list[str], str]]] = {
         ([*TRAIN, "--stages", "[{steps: 1}]"], "stages.0: give one of factor and target_length"),
         ([*TRAIN, "--window", "64"], "evaluation: window needs lengths"),
         ([*TRAIN, "--seed", "4294967296"], "seed: input should be less than 4294967296, found 4294967296"),
+        ([*TRAIN, "--evaluation.text", "'-'"], "a run reads its texts more than once: give files, not standard input"),
+        (["--data.train", "'-'"], "a run reads its texts more than once: give files, not standard input"),
     ],
 }
 
