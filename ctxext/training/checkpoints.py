@@ -79,8 +79,10 @@ def last_checkpoint(output: str | Path) -> Path | None:
     A run that was killed, or whose disk was full, while it saved leaves a part of a checkpoint behind, which the
     Trainer itself would take for the newest.
     """
-    complete = [path for path in Path(output).glob("checkpoint-*") if (path / COMPLETE).is_file()]
-    return max(complete, key=lambda path: int(path.name.rpartition("-")[2]), default=None)
+    found = {path.name.removeprefix("checkpoint-"): path for path in Path(output).glob("checkpoint-*")}
+    # A copy that a user made, such as checkpoint-20-backup, has no number.
+    complete = {int(step): path for step, path in found.items() if step.isdecimal() and (path / COMPLETE).is_file()}
+    return complete[max(complete)] if complete else None
 
 
 def resume_point(settings: Settings, *, resume: bool) -> Path | None:

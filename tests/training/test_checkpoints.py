@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM, Trainer, TrainingArguments, set_s
 import ctxext
 from ctxext.errors import CheckpointError, PatchStateError
 from ctxext.training import ExtensionCallback
+from ctxext.training.checkpoints import COMPLETE, last_checkpoint
 from tests._models import logits, tiny, tokens
 from tests._peft import refusal, through_transformers
 from tests.training._recipe import QUIET
@@ -215,3 +216,19 @@ def test_states_restored_from_the_checkpoint(checkpoints: dict[Any, Path], tmp_p
     other = trainer(tiny(), tmp_path, restore_callback_states_from_checkpoint=True)
     with pytest.raises(PatchStateError, match="this model is not extended"):
         other.train(resume_from_checkpoint=str(checkpoints[whole]))
+
+
+def test_a_copy_of_a_checkpoint_is_none_of_the_run(tmp_path: Path) -> None:
+    assert last_checkpoint(tmp_path) is None
+    for name in (
+        "checkpoint-9",
+        "checkpoint-20",
+        "checkpoint-20-backup",
+        "checkpoint-30.old",
+        "checkpoint-",
+        "checkpoint-40",
+    ):
+        (tmp_path / name).mkdir()
+        if name != "checkpoint-40":  # killed while it was saved
+            (tmp_path / name / COMPLETE).touch()
+    assert last_checkpoint(tmp_path) == tmp_path / "checkpoint-20"
