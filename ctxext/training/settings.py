@@ -24,7 +24,7 @@ from pydantic import (
     model_validator,
 )
 
-from ctxext.errors import InvalidParameterError, UnknownNameError
+from ctxext.errors import InvalidParameterError, UnknownNameError, require_package
 from ctxext.files import is_choice, refuse_no_weights, refuse_read_only
 from ctxext.mistakes import refuse_no_checkpoint, refuse_unknown_method, refuse_unknown_parameters
 from ctxext.texts.documents import refuse_among, require_sources
@@ -419,9 +419,11 @@ def refuse_mistakes(settings: Settings) -> None:
     """Refuse what no run can begin with, before torch, transformers or a checkpoint are loaded.
 
     Raises:
-        CtxextError: an unknown method, a checkpoint or a text that is missing, or an output that cannot be written
-            or lies among the texts.
+        CtxextError: an unknown method, a package, checkpoint or text that is missing, or an output that cannot be
+            written or lies among the texts.
     """
+    for package in ("accelerate", "datasets", "matplotlib", *["peft"] * (settings.table is None)):  # some at the end
+        require_package(package, "train", "A run takes")
     refuse_unknown_method(settings.extension.method)
     refuse_unknown_parameters(settings.extension.method, settings.extension.parameters)
     if settings.checkpoint is not None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import importlib.util
 import json
 from pathlib import Path
 from typing import Any
@@ -12,7 +14,7 @@ from ctxext.errors import InvalidParameterError, UnknownNameError
 from ctxext.methods.base import resolve
 from ctxext.methods.yarn import YaRN
 from ctxext.training import Memory
-from ctxext.training.settings import Settings, read_settings
+from ctxext.training.settings import Settings, read_settings, refuse_mistakes
 
 FILE = """
 output: runs/x
@@ -193,3 +195,18 @@ def test_files_that_cannot_be(read: Any, error: type[Exception], text: str, said
 def test_a_file_that_is_not_there(tmp_path: Path) -> None:
     with pytest.raises(InvalidParameterError, match=r"Cannot read the settings in '.*none.yaml': No such file"):
         read_settings(tmp_path / "none.yaml")
+
+
+@pytest.mark.parametrize("package", ["accelerate", "datasets", "matplotlib", "peft"])
+def test_a_package_that_the_end_of_a_run_takes_is_missed_before_it(
+    read: Any, package: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "text.txt").write_text("text")
+    settings = read("--train", str(tmp_path / "text.txt"), "--output", str(tmp_path / "run"))
+    refuse_mistakes(settings)
+    found = importlib.util.find_spec
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == package else found(name))
+    with pytest.raises(InvalidParameterError, match=rf"^A run takes the package {package}, which is not installed"):
+        refuse_mistakes(settings)
+    with contextlib.nullcontext() if package == "peft" else pytest.raises(InvalidParameterError):
+        refuse_mistakes(settings.model_copy(update={"table": "whole"}))
