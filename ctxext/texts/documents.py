@@ -383,22 +383,29 @@ def _read_hub(source: str, split: str | None, column: str | None) -> Iterator[Do
 @contextlib.contextmanager
 def _explained(source: str, kind: str = "") -> Iterator[None]:
     """Turn what ``datasets`` and the readers of tables end in into ``InvalidParameterError``."""
-    data = sys.modules.get("datasets")
-    unreadable = (
-        OSError,
-        ValueError,
-        EOFError,
-        zlib.error,
-        lzma.LZMAError,
-        *([data.exceptions.DatasetsError] if data else []),
-    )
     try:
         yield
     except CtxextError:
         raise
-    except unreadable as error:
+    except _unreadable() as error:
         why = f"{error}{unwritable(error)}"
         raise InvalidParameterError(f"Cannot read documents from {source!r}{kind}: {why}") from error
+
+
+def _unreadable() -> tuple[type[Exception], ...]:
+    """Return the errors of damaged or foreign data, also of packages that were imported a moment ago."""
+    data, *zstd = map(sys.modules.get, ("datasets", "zstandard", "backports.zstd", "compression.zstd"))
+    return (
+        OSError,
+        ValueError,
+        EOFError,
+        OverflowError,  # a date beyond the year 9999
+        NotImplementedError,  # a type of Arrow's that Python has none for
+        zlib.error,
+        lzma.LZMAError,
+        *([data.exceptions.DatasetsError] if data else []),
+        *(module.ZstdError for module in zstd if module),
+    )
 
 
 def _split_of(data: Any, split: str | None, source: str) -> tuple[Iterable[Row], str | None]:

@@ -9,6 +9,7 @@ import io
 import json
 import lzma
 import sys
+import types
 from pathlib import Path
 from typing import Any
 
@@ -325,6 +326,46 @@ def test_an_archive_that_nothing_unpacks_names_the_package(tmp_path: Path, monke
     (tmp_path / "a.jsonl.zst").write_bytes(b"\x28\xb5\x2f\xfd")
     with pytest.raises(InvalidParameterError, match=r"a.jsonl.zst takes the package zstandard to read. Run `pip"):
         list(read_documents([tmp_path / "a.jsonl.zst"]))
+
+
+def test_a_damaged_archive_of_zstandard_is_a_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class ZstdError(Exception):  # of no other class in any of the packages that read it
+        pass
+
+    def opened(*_: Any, **__: Any) -> Any:
+        raise ZstdError("Unknown frame descriptor")
+
+    monkeypatch.setitem(sys.modules, "zstandard", types.SimpleNamespace(ZstdError=ZstdError))
+    monkeypatch.setattr("fsspec.available_compressions", lambda: [None, "zstd"])
+    monkeypatch.setattr("fsspec.open", opened)
+    (tmp_path / "rows.jsonl.zst").write_bytes(b"damaged")
+    with pytest.raises(InvalidParameterError, match=r"Cannot read documents from 'rows.jsonl.zst': Unknown frame"):
+        list(read_documents([tmp_path / "rows.jsonl.zst"]))
+
+
+def test_a_date_that_python_has_none_for_is_a_sentence(tmp_path: Path) -> None:
+    arrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    days = arrow.array([3_000_000], arrow.date32())
+    parquet.write_table(arrow.table({"text": [LONG], "day": days}), tmp_path / "rows.parquet")
+    with pytest.raises(InvalidParameterError, match=r"Cannot read documents from 'rows.parquet': .*out of range"):
+        list(read_documents([tmp_path / "rows.parquet"]))
+
+
+def test_an_error_of_datasets_is_a_sentence_the_first_time_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is imported only where it is needed: inside of what its errors are explained around."""
+    datasets = pytest.importorskip("datasets")
+
+    def load_dataset(*_: Any, **__: Any) -> Any:
+        raise datasets.exceptions.DatasetsError("nothing that it can build")
+
+    def imported() -> Any:
+        monkeypatch.setitem(sys.modules, "datasets", datasets)
+        return types.SimpleNamespace(load_dataset=load_dataset)
+
+    monkeypatch.delitem(sys.modules, "datasets")
+    monkeypatch.setattr(documents, "_datasets", imported)
+    with pytest.raises(InvalidParameterError, match=r"so it was taken for a data set.*nothing that it can build"):
+        list(read_documents(["owner/name"]))
 
 
 def test_two_tables_of_one_name_are_told_apart(tmp_path: Path) -> None:
