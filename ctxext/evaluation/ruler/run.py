@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from jaxtyping import Int
 from torch import Tensor, nn
-from transformers import GenerationConfig
 
 from ctxext.errors import InvalidParameterError
 from ctxext.evaluation.ruler.tasks import choose
@@ -32,6 +31,22 @@ SEED, SAMPLES = 42, 10
 # What one step of generation costs, in tokens of a long pass: it reads all weights for a single token.
 STEP = 30
 WORDS = "wonderwords"  # the package whose lists most tasks draw from
+# What a checkpoint's generation_config may say otherwise.
+GREEDY: dict[str, Any] = {
+    "do_sample": False,
+    "num_beams": 1,
+    "num_return_sequences": 1,
+    "return_dict_in_generate": False,
+}
+GREEDY |= {"use_cache": True, "remove_invalid_values": False, "temperature": 1.0, "top_k": 50, "top_p": 1.0}
+GREEDY |= {"repetition_penalty": 1.0, "no_repeat_ngram_size": 0, "min_length": 0}
+GREEDY |= {"encoder_repetition_penalty": 1.0, "encoder_no_repeat_ngram_size": 0}
+GREEDY |= dict.fromkeys(("cache_implementation", "prompt_lookup_num_tokens", "stop_strings", "max_time"))
+GREEDY |= dict.fromkeys(
+    ("min_new_tokens", "suppress_tokens", "begin_suppress_tokens", "bad_words_ids", "sequence_bias")
+)
+GREEDY |= dict.fromkeys(("forced_bos_token_id", "forced_eos_token_id", "exponential_decay_length_penalty"))
+GREEDY |= dict.fromkeys(("guidance_scale", "watermarking_config"))
 
 
 def draw(task: Task, *, index: int, seed: int, near: int | None = None) -> Question:
@@ -96,22 +111,15 @@ def reply_to(model: nn.Module, tokenizer: Any, prompt: list[int], *, tokens: int
     inner: Any = model
     device = next(inner.parameters()).device
     ids = torch.tensor([prompt], device=device)
-    ends = inner.generation_config.eos_token_id
-    greedy = GenerationConfig(
-        max_new_tokens=tokens,
-        do_sample=False,
-        num_beams=1,
-        temperature=1.0,
-        top_k=50,
-        top_p=1.0,
-        repetition_penalty=1.0,
-        no_repeat_ngram_size=0,
-        eos_token_id=ends,
-        pad_token_id=tokenizer.pad_token_id or 0,
-    )
     with torch.no_grad():
         written = inner.generate(
-            ids, attention_mask=torch.ones_like(ids), generation_config=greedy, logits_processor=[_finite]
+            ids,
+            attention_mask=torch.ones_like(ids),
+            logits_processor=[_finite],
+            **GREEDY,
+            max_new_tokens=tokens,
+            eos_token_id=inner.generation_config.eos_token_id,
+            pad_token_id=tokenizer.pad_token_id or 0,
         )
     text: str = tokenizer.decode(written[0, len(prompt) :], skip_special_tokens=True)
     return text

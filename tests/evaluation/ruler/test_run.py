@@ -16,7 +16,7 @@ from tokenizers import Tokenizer
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 from ctxext.errors import IncompatibleError, InvalidParameterError, install_line
-from ctxext.evaluation.ruler.run import RulerResult, RulerTrial, ask, draw, ruler_prompts
+from ctxext.evaluation.ruler.run import RulerResult, RulerTrial, ask, draw, reply_to, ruler_prompts
 from ctxext.evaluation.ruler.tasks import TASKS
 from ctxext.evaluation.ruler.tasks.base import Setting, Task, largest_fit, words
 from ctxext.evaluation.trials import relative_effective_length
@@ -150,6 +150,29 @@ def test_a_whole_run(long_model: LlamaForCausalLM) -> None:
     written = decode_by_hand(long_model, BYTES_AFTER_BOS(made.prompt).input_ids, 128)
     assert trial.reply == BYTES_AFTER_BOS.decode(written, skip_special_tokens=True)
     assert trial.score == 100.0 * (made.answers[0] in trial.reply)
+
+
+OFTEN_SAID: list[dict[str, Any]] = [{"use_cache": False}, {"cache_implementation": "static"}, {"num_beams": 2}]
+OFTEN_SAID += [{"num_return_sequences": 2, "do_sample": True}, {"return_dict_in_generate": True}]
+OFTEN_SAID += [{"prompt_lookup_num_tokens": 3}, {"no_repeat_ngram_size": 1}, {"guidance_scale": 3.0}]
+OFTEN_SAID += [{"encoder_repetition_penalty": 0.1}, {"min_length": 999}, {"min_new_tokens": 8}, {"max_time": 1e-9}]
+OF_TOKENS = ("suppress_tokens", "begin_suppress_tokens", "bad_words_ids", "stop_strings", "eos")
+
+
+@pytest.mark.parametrize(
+    "says", [*OFTEN_SAID, *OF_TOKENS], ids=lambda says: says if says in OF_TOKENS else next(iter(says))
+)
+def test_a_reply_is_greedy_whatever_the_checkpoint_says(says: Any) -> None:
+    asked, prompt = trained_for(tiny("llama", vocab_size=257), 512), BYTES_AFTER_BOS("Which number is it?").input_ids
+    first = decode_by_hand(asked, prompt, 1)
+    said = {"suppress_tokens": first, "begin_suppress_tokens": first, "bad_words_ids": [first], "stop_strings": ["a"]}
+    if says == "eos":  # which ends a reply: this alone holds
+        asked.generation_config.eos_token_id = first[0]
+        assert reply_to(asked, BYTES_AFTER_BOS, prompt, tokens=8) == BYTES_AFTER_BOS.decode(first)
+        return
+    expected = BYTES_AFTER_BOS.decode(decode_by_hand(asked, prompt, 8), skip_special_tokens=True)
+    vars(asked.generation_config).update({says: said[says]} if isinstance(says, str) else says)
+    assert reply_to(asked, BYTES_AFTER_BOS, prompt, tokens=8) == expected
 
 
 def test_a_reply_does_not_depend_on_what_was_asked_before() -> None:
