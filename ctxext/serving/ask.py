@@ -323,10 +323,11 @@ class ReadText:
             "input_ids": tokens,
             "attention_mask": torch.ones_like(tokens),
             "streamer": streamer,
+            "tokenizer": self.tokenizer,  # by which a checkpoint's own stop strings are found
             "logits_processor": [certainty],
             cache_argument(self.model) or "past_key_values": cache,
         }
-        given |= {"stop_strings": [LINE_END], "tokenizer": self.tokenizer} if self.completes else {}
+        given |= {"stop_strings": [LINE_END]} if self.completes else {}
         given |= as_graphs() if graphs else {"disable_compile": True}
         given |= {} if graphs or cached else {"prefill_chunk_size": CHUNK}
         written = self.model.generate(**given, **GREEDY, max_new_tokens=new)

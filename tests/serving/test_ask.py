@@ -141,6 +141,14 @@ def test_what_the_checkpoint_says_of_generating_changes_no_answer(says: dict[str
     assert ctxext.ask(extended, BYTES, TEXT, QUESTIONS, max_new_tokens=NEW) == expected
 
 
+def test_stop_strings_that_the_checkpoint_names_are_looked_for() -> None:
+    """For which transformers takes the tokenizer too, and raised an error of its own without it."""
+    extended = model("yarn")
+    expected = ctxext.ask(extended, BYTES, TEXT, QUESTIONS, max_new_tokens=NEW)
+    extended.generation_config.stop_strings = ["never said"]
+    assert ctxext.ask(extended, BYTES, TEXT, QUESTIONS, max_new_tokens=NEW) == expected
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "shares"),
