@@ -129,10 +129,10 @@ def finetune(settings: Settings, *, resume: bool = False) -> None:
     elif settings.data.positions == "pose" and data.masked is None:
         require_gaps(model)
     table = None if settings.table is None else TrainedTable(model, only_new=settings.table == "new_rows")
+    if settings.merge or table is not None:
+        require_padding(model, tokenizer)  # it is saved beside the model, after hours perhaps
     if table is None:
         model = attach_lora(model, **settings.lora.model_dump())
-    else:
-        require_padding(model, tokenizer)  # it is saved beside the model, after hours perhaps
     trained = trained_weights(model) if table is None else str(table)
     if use_cache := getattr(model.config, "use_cache", False):  # encoders have no such field
         model.config.use_cache = False

@@ -118,10 +118,11 @@ def test_rows_for_padding_and_causal_models_too(settings: Any, tmp_path: Path, k
     assert torch.equal(again.get_parameter(table.name), weight["new"]), "loading made new rows of the old"
 
 
+@pytest.mark.parametrize("trained", [{}, {"table": None, "merge": True}], ids=["table", "adapter"])
 def test_a_tokenizer_that_cannot_be_saved_beside_the_model_is_refused_before_anything_is_trained(
-    settings: Any, tmp_path: Path
+    settings: Any, tmp_path: Path, trained: dict[str, Any]
 ) -> None:
-    asked = settings("roberta")
+    asked = settings("roberta", **trained)
     config = tmp_path / "roberta" / "config.json"
     config.write_text(config.read_text().replace('"pad_token_id": 259', '"pad_token_id": 3'))
     with pytest.raises(InvalidParameterError, match="pads with the token 259"):
