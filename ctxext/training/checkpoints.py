@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ COMPLETE = "complete"
 """Name of the file that is written into a checkpoint last."""
 SETTINGS = "settings.json"
 UNWRITTEN = (OSError, SafetensorError)
+WRITER = re.compile("PytorchStreamWriter|inline_container")  # in what torch.save raises, of no class of its own
 # Settings that may change between the two parts of a run without changing its losses.
 FREE = (
     "output=",
@@ -128,14 +130,17 @@ def saving(output: str | Path) -> Iterator[None]:
     """
     try:
         yield
-    except (*UNWRITTEN, CheckpointError) as error:
-        if isinstance(error, CheckpointError) and not isinstance(error.__cause__, UNWRITTEN):
+    except (*UNWRITTEN, CheckpointError, RuntimeError) as error:
+        of_torch = isinstance(error, RuntimeError) and WRITER.search(str(error)) is not None
+        cause = error.__cause__ if isinstance(error, CheckpointError) else error
+        if not of_torch and not isinstance(cause, UNWRITTEN):
             raise
         last = last_checkpoint(output)
         rest = "Nothing was trained yet; make room, or choose another --output, and start again."
         if last is not None:
             rest = f"The last whole checkpoint is {last}; make room and go on from it with --resume."
-        raise CheckpointError(f"Saving failed: {str(error).rstrip('.')}. {rest}") from error
+        why = "torch could not write a file, as on a full disk" if of_torch else str(error).rstrip(".")
+        raise CheckpointError(f"Saving failed: {why}. {rest}") from error
 
 
 def _flat(settings: JsonObject, prefix: str = "") -> JsonObject:

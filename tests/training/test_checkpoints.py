@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, Trainer, TrainingArguments, set_s
 import ctxext
 from ctxext.errors import CheckpointError, PatchStateError
 from ctxext.training import ExtensionCallback
-from ctxext.training.checkpoints import COMPLETE, last_checkpoint
+from ctxext.training.checkpoints import COMPLETE, last_checkpoint, saving
 from tests._models import logits, tiny, tokens
 from tests._peft import refusal, through_transformers
 from tests.training._recipe import QUIET
@@ -232,3 +232,18 @@ def test_a_copy_of_a_checkpoint_is_none_of_the_run(tmp_path: Path) -> None:
         if name != "checkpoint-40":  # killed while it was saved
             (tmp_path / name / COMPLETE).touch()
     assert last_checkpoint(tmp_path) == tmp_path / "checkpoint-20"
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no device that is full")
+def test_what_torch_raises_on_a_full_disk_says_how_to_go_on(tmp_path: Path) -> None:
+    """Optimisers are saved by torch.save, whose error is a RuntimeError and names no disk."""
+    with (
+        pytest.raises(
+            CheckpointError, match=r"Saving failed: torch could not write a file, as on a full disk\. Nothing"
+        ),
+        saving(tmp_path),
+    ):
+        torch.save({"moments": torch.zeros(1 << 20)}, "/dev/full")
+    for other in (RuntimeError("CUDA error: out of luck"), PatchStateError("It is patched already.")):
+        with pytest.raises(type(other), match=str(other)), saving(tmp_path):
+            raise other
