@@ -219,8 +219,9 @@ def files_of(folder: Path, column: str | None, split: str | None) -> Folder:
             splits and no choice of one.
         UnknownNameError: no table has the column, and the folder has no other text; or no file belongs to the split.
     """
-    sorted_files = read_folder(folder, lambda path: _is_table(path, column))
-    tables = {path for path in sorted_files.files if _is_table(path, column)}
+    with _explained(str(folder)):
+        sorted_files = read_folder(folder, lambda path: _is_table(path, column))
+        tables = {path for path in sorted_files.files if _is_table(path, column)}
     named = [path for path in sorted_files.files if path in tables or path.suffix.lower() == ".txt"]
     splits = dict.fromkeys(sorted_files.files) | {path: split_named(path.relative_to(folder)) for path in named}
     names = dict.fromkeys(filter(None, splits.values()))

@@ -25,6 +25,7 @@ HIDDEN, NO_TEXT, LONG = "hidden", "not UTF-8 text", f"over {SOURCE_BYTES // 2**2
 NO_READER = f"PDF, which takes {install_line('pdf')}"
 POINTER = "pointers of Git LFS, which `git lfs pull` turns into files"
 OUTSIDE, SPECIAL = "behind symbolic links that lead out of the folder or to nothing", "not regular files"
+CLOSED = "closed to this user"
 # How data sets name the files of their splits: train.jsonl, test/one.txt, data/train_sft-00000-of-00002.parquet.
 SPLIT_FILE = re.compile(r"(?i)(.+?)(-\d{5}-of-\d{5})?\.(txt|parquet|jsonl?|ndjson|csv|tsv)(\.(gz|zst|bz2|xz))?")
 SPLITS = {"train": "train(ing)?", "validation": "val(id(ation)?)?|dev", "test": "test(ing)?|eval(uation)?"}
@@ -95,6 +96,8 @@ def _walk(path: Path, folder: Folder, is_table: Callable[[Path], bool], read: se
             folder.leave_out(HIDDEN, *_below(entry))
         elif entry.is_symlink() and not _leads_inside(entry, folder.path):
             folder.leave_out(OUTSIDE, entry)
+        elif not os.access(entry, os.R_OK | os.X_OK * entry.is_dir()):
+            folder.leave_out(CLOSED, entry)
         elif entry.is_dir():
             if entry.name in FOREIGN or (entry / ENVIRONMENT).is_file():
                 folder.leave_out(f"in {entry.name}", *_below(entry))

@@ -6,6 +6,7 @@ import json
 import os
 import warnings
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -230,6 +231,24 @@ def test_a_pipe_is_refused_with_nothing_read_from_it() -> None:
             read()
     assert os.read(reading, 100) == b"Once upon a time."
     os.close(reading)
+
+
+def test_what_is_closed_to_the_user_is_left_out_and_a_closed_folder_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("a.txt", "closed.txt", "closed/b.txt", "closed.json"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("a")
+    monkeypatch.setattr(os, "access", lambda path, _: "closed" not in Path(path).name)
+    with pytest.warns(LeftOutWarning, match=r"left out: 3 closed to this user \(closed, closed\.json, closed\.txt\)"):
+        assert [document.text for document in read_documents([tmp_path])] == ["a"]
+
+    def closed(_: Path) -> Any:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(Path, "iterdir", closed)
+    with pytest.raises(InvalidParameterError, match=r"^Cannot read documents from '.*': .*Permission denied"):
+        list(read_documents([tmp_path]))
 
 
 def test_training_reads_the_same_and_says_it_each_time(project: Path, tokenizer: object) -> None:
