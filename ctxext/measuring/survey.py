@@ -361,6 +361,6 @@ def explain_out_of_memory(where: str) -> Iterator[None]:
         if not isinstance(error, torch.OutOfMemoryError) and "can't allocate memory" not in str(error):  # of a CPU
             raise
         raise InvalidParameterError(
-            f"Out of memory at {where}. What is finished is kept; ask for smaller lengths, or run the same command on "
-            f"a device with more memory."
+            f"Out of memory at {where}. Ask for smaller lengths, or run the same command on a device with more memory. "
+            f"What is finished is kept where an --output was named."
         ) from error

@@ -42,7 +42,9 @@ def test_a_torch_built_for_gpus_takes_the_cpu_where_there_is_none(
 )
 def test_a_device_without_memory_is_named_with_the_job(error: RuntimeError) -> None:
     with (
-        pytest.raises(InvalidParameterError, match=r"Out of memory at yarn, a\.txt"),
+        pytest.raises(
+            InvalidParameterError, match=r"Out of memory at yarn, a\.txt\. Ask .* kept where an --output was named"
+        ),
         explain_out_of_memory("yarn, a.txt"),
     ):
         raise error

@@ -190,7 +190,10 @@ def test_a_reply_out_of_nan_is_refused_and_scores_nothing() -> None:
     broken = trained_for(tiny("llama", vocab_size=257), 2048)
     with torch.no_grad():
         broken.lm_head.weight[7] = torch.nan
-    with pytest.raises(IncompatibleError, match=r"returned NaN or infinite losses: while it wrote .*another --dtype"):
+    with pytest.raises(
+        IncompatibleError,
+        match=r"returned NaN or infinite losses: while it wrote .*another --dtype.* where an --output was named",
+    ):
         answered(broken, BYTES_AFTER_BOS, lengths=[1024], tasks=["niah_single_1"], samples=1)
 
 
