@@ -35,6 +35,7 @@ MISTAKES = {
     "eval masked BERT -m yarn -f 2": "yarn",
     "eval masked BERT -m pi -f 2 -t SHORT": TOO_SHORT,
     "eval masked BERT -m pi -f 2 -l 4096": "4,096 tokens",
+    "eval masked BERT -m pi -f 2 -t LONG": "has no mask token, so that its model fills in nothing",
     "choose HERE --target 512 -t SHORT": "No text is as long as the target",
     "choose HERE --target 512 -t LONG --save HERE/new": "new lies inside the checkpoint that it is made from",
     "choose ADAPTER --target 512 -t LONG --save OUT": "ADAPTER holds an adapter and not a whole model",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 from ctxext.cli.eval.common import Session, lengths_of, texts_in_words
 from ctxext.cli.options import (
     REQUIRED,
@@ -70,10 +72,12 @@ def masked(
     readers = masked_readers(loaded, reference=session.reference, **asked.arguments())
     lengths = lengths_of(readers)
     corpus = texts.read(loaded, tokens=tokens_needed(loaded.tokenizer, lengths[-1]))
+    cut = functools.cache(lambda tokens: masked_texts(loaded.tokenizer, corpus, tokens, **vars(masking)))
+    list(map(cut, lengths))  # likewise
     session.load_weights()
     loaded = session.checkpoint
     readers = masked_readers(loaded, reference=session.reference, **asked.arguments())
-    jobs = masked_jobs(readers, lambda tokens: masked_texts(loaded.tokenizer, corpus, tokens, **vars(masking)), loaded)
+    jobs = masked_jobs(readers, cut, loaded)
     survey = Survey("ctxext eval masked", loaded, jobs, corpus=corpus, journal=session.journal, group=session.group)
     about = f", reads {all_of([tokens_label(length) for length in lengths])} tokens of {texts_in_words(corpus)}."
     session.announce(readers[0].readings.trained_length, about)
