@@ -11,6 +11,8 @@ from accelerate import PartialState
 from torch import nn
 from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 
+from ctxext.checkpoints.load import reads_weights
+from ctxext.core import patching
 from ctxext.errors import IncompatibleError
 from ctxext.evaluation import passkey
 from ctxext.evaluation.perplexity import PerplexityPlan, inside_survey, make_plan, prepare
@@ -43,6 +45,11 @@ class BeforeAndAfter:
                 "Nothing can be measured inside a run under DeepSpeed ZeRO-3: before the first step no process has "
                 "whole weights. Leave out the section evaluation, and measure the merged checkpoint with ctxext eval."
             )
+        extension = settings.extension
+        is_outline = not checkpoint.has_weights and not reads_weights(extension.method, extension.parameters)
+        if evaluation.passkey_lengths and is_outline:
+            with patching.patched(checkpoint.model, extension.method, **extension.arguments()):
+                self._keys(checkpoint)
         if evaluation.text:
             self.plan = self._plan()
             self.corpus = self._corpus(self.plan)
@@ -87,14 +94,7 @@ class BeforeAndAfter:
             result = survey.result()
             results["perplexity"] = result.to_dict() | {"answer": result.sentence()}
         if evaluation.passkey_lengths:
-            keys = passkey.prepare(
-                now,
-                lengths=evaluation.passkey_lengths,
-                depths=evaluation.passkey_depths,
-                trials=evaluation.passkey_trials,
-                seed=self.settings.seed,
-                name="extended",
-            )
+            keys = self._keys(now)
             self._finish(keys)
             (result_of_keys,) = trials_of(passkey.PasskeyResult, keys, haystack="noise")
             results["passkey"] = {
@@ -111,6 +111,18 @@ class BeforeAndAfter:
                 ],
             }
         return results
+
+    def _keys(self, checkpoint: Checkpoint) -> Survey[Any]:
+        """Lay out the passkeys for an extended model."""
+        evaluation = self.settings.evaluation
+        return passkey.prepare(
+            checkpoint,
+            lengths=evaluation.passkey_lengths,
+            depths=evaluation.passkey_depths,
+            trials=evaluation.passkey_trials,
+            seed=self.settings.seed,
+            name="extended",
+        )
 
     def _plan(self) -> PerplexityPlan:
         """Plan the perplexity: patch once to learn the extension's length, and undo; later the model has it."""

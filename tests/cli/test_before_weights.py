@@ -65,6 +65,8 @@ MISTAKES = {
 OF_THE_RECIPE = {
     "--method hierarchical": REFUSED,
     "--evaluation.text SHORT": TOO_SHORT,
+    "--evaluation.passkey_lengths 4096": "4,096 tokens are more than the 512 that this model was extended to, by yarn",
+    "--evaluation.passkey_lengths 40": "A prompt for a passkey needs at least",
     "--data.length 8192 --factor 32": "No document has the 8,191 tokens of one sequence; the longest",
     "--data.shortest 8192": "No document has the 8,192 tokens asked for; the longest of 1 has",
     "--data.train EMPTY": "No document with any text in it was found",
