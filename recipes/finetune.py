@@ -110,6 +110,7 @@ def finetune(settings: Settings, *, resume: bool = False) -> None:
     outline = load_base(settings, arguments.device, weights=False)
     tokenizer = outline.tokenizer
     documents = TokenisedDocuments.read(data.train, tokenizer, split=data.split, column=data.column, tokens=data.tokens)
+    documents.require_known(outline.model)
     cut = sequences_of(settings, documents)
     if data.retrieval:
         RetrievalSequences(cut, tokenizer, share=1.0, kinds=data.retrieval_kinds, seed=settings.seed).require_room()

@@ -40,7 +40,7 @@ from ctxext.evaluation.report.figures import Line, Panel, lines_panel
 from ctxext.evaluation.report.page import POSITION_AXIS, Page, TextTable, losses_page, readings_table
 from ctxext.files import digest
 from ctxext.measuring.checkpoint import Checkpoint
-from ctxext.measuring.forward import Progress, head_chunk, opened, pass_cost, ticking, turning_point
+from ctxext.measuring.forward import Progress, check_known, head_chunk, opened, pass_cost, ticking, turning_point
 from ctxext.measuring.head import require_pieces
 from ctxext.measuring.labels import tokens_label
 from ctxext.measuring.loss_table import LossTable
@@ -219,6 +219,7 @@ def _read(model: nn.Module, text: MaskedText, views: Sequence[View], losses: Ten
     subject, shell, replay = opened(model)
     device = next(shell.parameters()).device
     ids = torch.stack([text.row(view) for view in views]).to(device)
+    check_known(subject, ids)
     rows = torch.cat([torch.full((len(view.asked),), row) for row, view in enumerate(views)])
     columns = torch.cat([view.asked - view.start + text.prefix for view in views])
     places = torch.cat([view.asked for view in views])

@@ -61,6 +61,7 @@ def logits_in_chunks(
             f"start must be from 0 to {positions - 1} for {positions} positions, found {start}."
         )
     subject, shell, replay = opened(model)
+    check_known(subject, input_ids)
     chunk = chunk or head_chunk(subject)
     forget_longest(subject)
     piece = min(cached or positions, positions)
@@ -100,6 +101,7 @@ def logits_of_answers(
         IncompatibleError: as in ``logits_in_chunks``, or the model takes no cache.
     """
     subject, shell, replay = opened(model)
+    check_known(subject, text)
     longest = sum(max(tokens.shape[0] for tokens in part) for part in (requests, answers))
     reader = replay.real = CachedPieces(subject, replay.real, positions=text.shape[0] + longest)
 
@@ -151,6 +153,16 @@ def check_token_ids(input_ids: Tensor, *, least: int) -> None:
     if input_ids.shape[0] < 1 or input_ids.shape[1] < least:
         raise InvalidParameterError(
             f"input_ids must hold at least one row of {least} tokens, found {list(input_ids.shape)}."
+        )
+
+
+def check_known(subject: Subject, ids: Tensor) -> None:
+    """Raise ``InvalidParameterError`` for a token that a tokenizer has and its model lacks, before the model fails."""
+    known = getattr(subject.model.get_input_embeddings(), "num_embeddings", None)
+    if known is not None and ids.numel() and int(ids.max()) >= known:
+        raise InvalidParameterError(
+            f"The text has token {int(ids.max()):,} of its tokenizer, and this {subject.kind} knows {known:,} tokens. "
+            f"Take the tokenizer that the model was trained with, or leave such tokens out."
         )
 
 

@@ -31,6 +31,7 @@ from ctxext.core.patching import describe, patch
 from ctxext.core.subject import Subject, cache_argument
 from ctxext.errors import IncompatibleError, InvalidParameterError
 from ctxext.files import refuse_as_file
+from ctxext.measuring.forward import check_known
 from ctxext.methods.parameters import checked_tokens
 from ctxext.recommended import RECOMMENDED
 from ctxext.serving.selected import select as selected
@@ -318,6 +319,7 @@ class ReadText:
             for end in range(cached + CHUNK, len(prompt), CHUNK):
                 self._write(prompt[:end], cache, 1)
         tokens = torch.tensor([prompt], device=self.model.device)
+        check_known(self.subject, tokens)
         certainty = Certainty()
         given = {
             "input_ids": tokens,

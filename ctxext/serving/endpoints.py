@@ -118,6 +118,8 @@ class Endpoint:
 
     def draw(self, request: Any, prompt: list[int], number: int, tops: int | None, **more: Any) -> Draw:
         """Return an answer to a prompt, if both fit the window."""
+        if max(prompt, default=0) >= self.reader.vocabulary:  # by which a GPU fails in all later requests, too
+            raise refusal(f"The prompt has token {max(prompt)}, and the model knows {self.reader.vocabulary} tokens.")
         asked = (given for name in self.lengths if (given := getattr(request, name)) is not None)
         windows = [most for most in (self.served.window, self.engine.room) if most is not None]
         limit = fit(len(prompt), next(asked, None), min(windows, default=None))

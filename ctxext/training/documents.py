@@ -10,10 +10,12 @@ from typing import Any
 
 import torch
 from jaxtyping import Bool, Int
-from torch import Tensor
+from torch import Tensor, nn
 
+from ctxext.core.subject import Subject
 from ctxext.errors import CheckpointError, CtxextError, InvalidParameterError
 from ctxext.files import JsonObject
+from ctxext.measuring.forward import check_known
 from ctxext.texts.corpus import special_prefix, tokenise
 from ctxext.texts.documents import files_of, is_saved, read_documents
 
@@ -52,6 +54,13 @@ class TokenisedDocuments:
         """Read which tokens of a conversation an assistant is to write."""
         marks = self.rows.data.column("answers")[conversation].values
         return torch.from_numpy(marks.to_numpy(zero_copy_only=False).copy())
+
+    def require_known(self, model: nn.Module) -> None:
+        """Raise ``InvalidParameterError`` for a token that the model lacks: training would end there, late."""
+        import pyarrow.compute
+
+        largest = pyarrow.compute.max(pyarrow.compute.list_flatten(self.rows.data.column("input_ids"))).as_py()
+        check_known(Subject.of(model), torch.tensor([largest or 0]))
 
     @classmethod
     def read(

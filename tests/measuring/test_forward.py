@@ -10,6 +10,7 @@ from transformers import AutoModelForCausalLM
 from ctxext.core.subject import Subject
 from ctxext.errors import InvalidParameterError
 from ctxext.measuring.forward import cached_tokens_for, check_positions, last_position, logits_in_chunks
+from ctxext.measuring.loss import loss_by_position
 from tests._models import TRAINED_LENGTH, logits, tiny, tokens
 from tests.walk.tiny import tiny_config, tiny_model
 
@@ -53,3 +54,17 @@ def test_pieces_come_from_the_decoder_inside_a_base_model_too(family: str, cache
     model, ids = tiny_model(tiny_config(family), loader=AutoModelForCausalLM), tokens(40)
     pieces = torch.cat([piece for _, piece in logits_in_chunks(model, ids, chunk=7, cached=cached)], dim=1)
     torch.testing.assert_close(pieces, logits(model, ids), rtol=0, atol=1e-4)
+
+
+@torch.no_grad()
+def test_a_token_that_the_model_lacks_is_named_before_it_is_read() -> None:
+    model, known = tiny("llama"), tiny("llama").config.vocab_size
+    ids = tokens(20)
+    for place in (0, 19):  # the last one is only predicted
+        ids[0, place] = known
+        with pytest.raises(
+            InvalidParameterError, match=rf"has token {known} of its tokenizer, and this llama knows {known}"
+        ):
+            loss_by_position(model, ids)
+        ids[0, place] = known - 1
+    assert loss_by_position(model, ids).isfinite().all()

@@ -547,6 +547,27 @@ def test_an_error_inside_a_stream_is_json_and_ends_no_other_answer(
 
 
 @pytest.mark.parametrize("together", [False, BATCHES])
+def test_a_token_that_the_model_lacks_is_refused_and_stops_no_other(
+    together: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a text as of ids: a tokenizer may have more tokens than its model, such as Gemma 3's."""
+
+    def smaller(tokenizer: Any) -> Any:
+        made = tiny(tokenizer)
+        made.resize_token_embeddings(len(tokenizer) - 1)
+        return made
+
+    monkeypatch.setattr("tests.serving._asking.tiny", smaller)
+    with asking(letters(), together=together) as server:
+        last = len(server.tokenizer) - 1
+        for path, body in ((TEXT, {"prompt": "a ~"}), (CHAT, {"messages": [{"role": "user", "content": "~"}]})):
+            status, answer = server.raw(path, body | {"max_tokens": 3})
+            said = f"The prompt has token {last}, and the model knows {last} tokens."
+            assert (status, answer["error"]["message"]) == (400, said)
+        assert len(server.text(prompt="a", max_tokens=3)) > 0
+
+
+@pytest.mark.parametrize("together", [False, BATCHES])
 def test_an_answer_out_of_nan_is_an_error(together: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Greedy decoding would take the first token of all for the likeliest."""
 

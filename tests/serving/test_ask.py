@@ -141,6 +141,15 @@ def test_what_the_checkpoint_says_of_generating_changes_no_answer(says: dict[str
     assert ctxext.ask(extended, BYTES, TEXT, QUESTIONS, max_new_tokens=NEW) == expected
 
 
+def test_a_token_that_the_model_lacks_is_named_before_it_is_read() -> None:
+    """Tokens that were added for a chat, to a tokenizer alone."""
+    tokenizer = make_tokenizer(bos=False)
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|user|>"]})
+    tokenizer.chat_template = "{% for m in messages %}<|user|>{{ m.content }}{% endfor %}"
+    with pytest.raises(InvalidParameterError, match="has token 257 of its tokenizer, and this llama knows 257 tokens"):
+        ctxext.ask(model("yarn"), tokenizer, TEXT[:50], QUESTIONS, max_new_tokens=NEW)
+
+
 def test_stop_strings_that_the_checkpoint_names_are_looked_for() -> None:
     """For which transformers takes the tokenizer too, and raised an error of its own without it."""
     extended = model("yarn")

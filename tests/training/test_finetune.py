@@ -154,6 +154,19 @@ def test_a_disk_that_is_full_at_the_end_or_at_the_beginning_costs_nothing(
             recipe.finetune(settings("--output", str(tmp_path / "new")))
 
 
+def test_a_token_that_the_model_lacks_is_named_before_weights_are_read(
+    settings: Any, checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.copytree(checkpoint, tmp_path / "larger")
+    words = AutoTokenizer.from_pretrained(checkpoint)
+    words.add_special_tokens({"additional_special_tokens": ["<|user|>"]})
+    words.save_pretrained(tmp_path / "larger")
+    text = write(tmp_path / "texts.jsonl", {"text": "Once upon a time. " * 20}, {"text": "<|user|> Who came? " * 20})
+    monkeypatch.setattr("ctxext.checkpoints.load._read_model", lambda *_, **__: pytest.fail("weights are read"))
+    with pytest.raises(InvalidParameterError, match="has token 257 of its tokenizer, and this llama knows 257 tokens"):
+        recipe.finetune(settings("--checkpoint", str(tmp_path / "larger"), "--data.train", str(text)))
+
+
 @pytest.mark.nightly
 def test_a_run_is_resumed_only_as_itself(settings: Any, tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="holds no whole checkpoint to resume from"):

@@ -15,12 +15,13 @@ import torch
 from jaxtyping import Int
 from torch import Tensor, nn
 
+from ctxext.core.subject import Subject
 from ctxext.errors import InvalidParameterError
 from ctxext.evaluation.ruler.tasks import choose
 from ctxext.evaluation.ruler.tasks.base import Question, Setting, Task, all_of, largest_fit
 from ctxext.evaluation.trials import HidingPrompt, TrialReport, Trials, relative_effective_length, without
 from ctxext.files import digest
-from ctxext.measuring.forward import SMALL_MODEL, Progress, ticking
+from ctxext.measuring.forward import SMALL_MODEL, Progress, check_known, ticking
 from ctxext.measuring.statistics import check_finite
 from ctxext.measuring.survey import Trial
 from ctxext.texts.corpus import special_prefix, tokenizer_digest
@@ -107,10 +108,12 @@ def reply_to(model: nn.Module, tokenizer: Any, prompt: list[int], *, tokens: int
 
     Raises:
         IncompatibleError: the model gives NaN.
+        InvalidParameterError: the model lacks a token of the prompt.
     """
     inner: Any = model
     device = next(inner.parameters()).device
     ids = torch.tensor([prompt], device=device)
+    check_known(Subject.of(model), ids)
     with torch.no_grad():
         written = inner.generate(
             ids,
