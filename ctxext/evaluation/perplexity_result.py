@@ -32,7 +32,7 @@ class PerplexityScore:
         kind: ``positions``: the mean loss at the positions ``start <= i < stop``. ``length``: the mean over all
             positions below ``stop``.
         start: Tokens; 0 for a length.
-        versus_truncation: Loss minus the best truncation's on the same tokens, every token weighing the same;
+        versus_truncation: Loss minus the best truncation's on the same tokens, weighed as in ``PairedDifference``;
             None inside the trained window, where nothing is truncated, for the best truncation itself, and for a
             single token.
         window: Tokens that a truncation sees, beyond the trained window; for the best truncation, the size of the
