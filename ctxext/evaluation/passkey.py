@@ -219,7 +219,7 @@ def make_prompts(
             turning_point=turning_point,
         )
 
-    places = itertools.product(lengths, dict.fromkeys(depths), range(seed, seed + trials))
+    places = itertools.product(dict.fromkeys(lengths), dict.fromkeys(depths), range(seed, seed + trials))
     return tuple(itertools.starmap(make, places))
 
 

@@ -213,6 +213,7 @@ def test_wilson_interval_by_hand() -> None:
 
 
 def test_a_depth_that_is_given_twice_is_asked_once(tokenizer: PreTrainedTokenizerFast) -> None:
+    assert len(make_prompts(tokenizer, [500, 600, 500], [0.5])) == 2, "nor a length"
     names = [prompt.name for prompt in make_prompts(tokenizer, [500], [0.5, 0.5, 0.0, 0.004, 1 / 8, 0.5])]
     assert names == [f"500 tokens at {depth}%" for depth in ("50", "0", "0.4", "12.5")]
     panel = passkey_panel("", [(0.0, 512, 1, 1, 0.1), (0.004, 512, 0, 1, 5.0)], 256)
