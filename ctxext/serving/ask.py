@@ -27,11 +27,12 @@ from ctxext.caches.prefix import (
     write_prefix,
 )
 from ctxext.caches.records import guards_of
-from ctxext.core.patching import describe, patch
+from ctxext.core.patching import describe, patch, patched_state
+from ctxext.core.scaling import rope_follows_length
 from ctxext.core.subject import Subject, cache_argument
 from ctxext.errors import IncompatibleError, InvalidParameterError
 from ctxext.files import refuse_as_file
-from ctxext.measuring.forward import check_known
+from ctxext.measuring.forward import check_known, forget_longest
 from ctxext.methods.parameters import checked_tokens
 from ctxext.recommended import RECOMMENDED
 from ctxext.serving.selected import select as selected
@@ -95,6 +96,9 @@ class Certainty(LogitsProcessor):  # type: ignore[misc]
 class ReadText:
     """A text that comes before each question, and the model's cache of it.
 
+    A plain model whose positions follow the length of its input (rope types dynamic and longrope) has none: it reads
+    text and question together, each time.
+
     Args:
         questions: Questions that are known already; others may follow.
         new: Tokens of an answer, at most, above 0.
@@ -132,6 +136,11 @@ class ReadText:
     def subject(self) -> Subject:
         """The model inside its wrappers."""
         return Subject.of(self.model)
+
+    @property
+    def follows(self) -> bool:
+        """True if the positions of a plain model follow the length of its input, so that no part is read by itself."""
+        return patched_state(self.subject.model) is None and rope_follows_length(self.subject.text)
 
     @property
     def window(self) -> int:
@@ -206,7 +215,7 @@ class ReadText:
         def advance(_: nn.Module, given: Any, arguments: Any, __: Any) -> None:
             progress(int((arguments["input_ids"] if "input_ids" in arguments else given[0]).shape[1]))
 
-        self._cached, cache, known = self.shared, self._empty(), 0
+        self._cached, cache, known = [] if self.follows else self.shared, self._empty(), 0
         if self.keep is not None and self.keep.exists():
             kept, tokens = read_prefix(self.keep, self.subject)
             length = common(tokens, self._cached)
@@ -320,6 +329,7 @@ class ReadText:
                 self._write(prompt[:end], cache, 1)
         tokens = torch.tensor([prompt], device=self.model.device)
         check_known(self.subject, tokens)
+        forget_longest(self.subject)
         certainty = Certainty()
         given = {
             "input_ids": tokens,
@@ -331,7 +341,7 @@ class ReadText:
         }
         given |= {"stop_strings": [LINE_END]} if self.completes else {}
         given |= as_graphs() if graphs else {"disable_compile": True}
-        given |= {} if graphs or cached else {"prefill_chunk_size": CHUNK}
+        given |= {} if graphs or cached or self.follows else {"prefill_chunk_size": CHUNK}
         written = self.model.generate(**given, **GREEDY, max_new_tokens=new)
         answer: list[int] = written[0, len(prompt) :].tolist()
         self.probability = certainty.mean(len(answer))

@@ -11,7 +11,7 @@ from typing import Any
 import peft
 import pytest
 import torch
-from transformers import PreTrainedTokenizerFast
+from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 import ctxext
 from ctxext.errors import CheckpointError, IncompatibleError, InvalidParameterError
@@ -148,6 +148,35 @@ def test_a_token_that_the_model_lacks_is_named_before_it_is_read() -> None:
     tokenizer.chat_template = "{% for m in messages %}<|user|>{{ m.content }}{% endfor %}"
     with pytest.raises(InvalidParameterError, match="has token 257 of its tokenizer, and this llama knows 257 tokens"):
         ctxext.ask(model("yarn"), tokenizer, TEXT[:50], QUESTIONS, max_new_tokens=NEW)
+
+
+@pytest.mark.parametrize("kind", ["dynamic", "longrope"])
+def test_a_plain_model_whose_positions_follow_the_length_reads_each_prompt_whole(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As Phi-3's do: a text in chunks, or behind a shorter one, would have the positions of a short text in part."""
+    monkeypatch.setattr("ctxext.serving.ask.CHUNK", 16)
+
+    def made() -> Any:
+        config = byte_model().config
+        half = config.hidden_size // config.num_attention_heads // 2
+        factors = {
+            "short_factor": [1.0] * half,
+            "long_factor": [8.0] * half,
+            "original_max_position_embeddings": TRAINED,
+        }
+        config.rope_parameters = {"rope_type": kind, "rope_theta": 1e4, "factor": 8.0} | (
+            factors if kind == "longrope" else {}
+        )
+        config.max_position_embeddings = TRAINED if kind == "dynamic" else 8 * TRAINED
+        torch.manual_seed(0)
+        return LlamaForCausalLM(config).eval()
+
+    texts = [TEXT, TEXT[:60]]
+    expected = [[whole(made(), BYTES, text, question) for question in QUESTIONS] for text in texts]
+    answering = made()
+    monkeypatch.setattr(ReadText, "window", 8 * TRAINED)
+    assert [ctxext.ask(answering, BYTES, text, QUESTIONS, max_new_tokens=NEW) for text in texts] == expected
 
 
 def test_stop_strings_that_the_checkpoint_names_are_looked_for() -> None:
