@@ -36,10 +36,10 @@ from transformers.generation.continuous_batching.cb_logits_processors import Con
 from transformers.generation.continuous_batching.model_runner import infer_max_single_request_tokens
 
 from ctxext.core.rebuild import FAILURES
-from ctxext.core.subject import cache_argument
+from ctxext.core.subject import Subject, cache_argument
 from ctxext.errors import IncompatibleError, InvalidParameterError, require_package
 from ctxext.files import JsonObject
-from ctxext.measuring.forward import logits_in_chunks
+from ctxext.measuring.forward import forget_longest, logits_in_chunks
 from ctxext.serving.ask import GREEDY, as_graphs
 from ctxext.serving.prefixes import GraphPrefixes, Prefixes
 from ctxext.serving.requests import Completion, Sampling, refusal
@@ -408,6 +408,7 @@ class OneByOne(GenerateManager):  # type: ignore[misc]
         if graphs or self.prefixes.why_not is None:
             cache, draw.cached = self.prefixes.take(draw.prompt, draw.owner)
             more[cache_argument(self.model) or "past_key_values"] = cache
+        forget_longest(Subject.of(self.model))
         how = as_graphs() if graphs else {}
         self.model.generate(
             input_ids=ids,

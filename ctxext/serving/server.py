@@ -26,6 +26,9 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from ctxext.caches.continuous import ContinuousBatching
 from ctxext.caches.prefix import why_no_graph
 from ctxext.caches.records import PAGED_IN_LAYERS
+from ctxext.core.patching import patched_state
+from ctxext.core.scaling import rope_follows_length
+from ctxext.core.subject import Subject
 from ctxext.errors import CtxextError, IncompatibleError, InvalidParameterError
 from ctxext.serving.answers import LOG, OneByOne, Together, TokenText
 from ctxext.serving.endpoints import ANSWER, Chats, Completions, Endpoint, Responses
@@ -49,6 +52,12 @@ def require_batches(model: Any) -> None:
         raise IncompatibleError("--continuous-batching needs transformers 5.24 or newer. Leave it out, or update.")
     if isinstance(entry := model.init_continuous_batching, ContinuousBatching):
         entry.require()
+    subject = Subject.of(model)
+    if patched_state(subject.model) is None and rope_follows_length(subject.text):
+        raise IncompatibleError(
+            f"The positions of this {subject.kind} follow the length of its input, and the requests of a batch share "
+            f"them. Leave out --continuous-batching, or extend it (--method)."
+        )
     said = model.generation_config
     ignored = [name for name, neutral in ALONE.items() if getattr(said, name, None) not in (None, [], neutral)]
     if ignored:

@@ -16,10 +16,12 @@ import torch
 from openai.lib.streaming.responses._responses import ResponseStreamState
 from openai.types.responses import ResponseStreamEvent
 from pydantic import TypeAdapter
+from transformers import LlamaForCausalLM
 
 from ctxext.caches.records import PAGED_IN_LAYERS
 from ctxext.errors import IncompatibleError
 from ctxext.serving.answers import AnswerText, TokenText
+from ctxext.serving.server import require_batches
 from tests.serving._asking import (
     CHAT,
     CHECKPOINT_SAYS,
@@ -565,6 +567,26 @@ def test_a_token_that_the_model_lacks_is_refused_and_stops_no_other(
             said = f"The prompt has token {last}, and the model knows {last} tokens."
             assert (status, answer["error"]["message"]) == (400, said)
         assert len(server.text(prompt="a", max_tokens=3)) > 0
+
+
+def test_positions_that_follow_the_length_are_those_of_each_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Transformers keeps the frequencies of the longest text so far, and those of a batch are shared by its rows."""
+
+    def dynamic(tokenizer: Any) -> Any:
+        config = tiny(tokenizer).config
+        config.rope_parameters = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 8.0}
+        config.max_position_embeddings = 64
+        torch.manual_seed(0)
+        return LlamaForCausalLM(config).eval()
+
+    monkeypatch.setattr("tests.serving._asking.tiny", dynamic)
+    asked = {"prompt": "once upon a time " * 6, "max_tokens": 12, "temperature": 0}
+    with asking(letters(), together=False) as server:
+        alone = server.text(**asked)
+        assert server.text(prompt="there was a king " * 40, max_tokens=2)
+        assert server.text(**asked) == alone
+    with pytest.raises(IncompatibleError, match=r"positions of this llama follow .* Leave out --continuous-batching"):
+        require_batches(dynamic(letters()))
 
 
 @pytest.mark.parametrize("together", [False, BATCHES])
