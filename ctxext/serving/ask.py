@@ -96,8 +96,8 @@ class Certainty(LogitsProcessor):  # type: ignore[misc]
 class ReadText:
     """A text that comes before each question, and the model's cache of it.
 
-    A plain model whose positions follow the length of its input (rope types dynamic and longrope) has none: it reads
-    text and question together, each time.
+    A plain model whose positions follow the length of its input (rope types dynamic and longrope) has none, nor has one
+    with an adapter of virtual tokens: it reads text and question together, each time.
 
     Args:
         questions: Questions that are known already; others may follow.
@@ -138,9 +138,11 @@ class ReadText:
         return Subject.of(self.model)
 
     @property
-    def follows(self) -> bool:
-        """True if the positions of a plain model follow the length of its input, so that no part is read by itself."""
-        return patched_state(self.subject.model) is None and rope_follows_length(self.subject.text)
+    def is_whole(self) -> bool:
+        """True if no part of a prompt is read alone: positions follow its length, or an adapter puts tokens in front."""
+        adapter = getattr(self.subject.chain[0], "active_peft_config", None)
+        follows = patched_state(self.subject.model) is None and rope_follows_length(self.subject.text)
+        return follows or bool(getattr(adapter, "is_prompt_learning", False))
 
     @property
     def window(self) -> int:
@@ -215,7 +217,7 @@ class ReadText:
         def advance(_: nn.Module, given: Any, arguments: Any, __: Any) -> None:
             progress(int((arguments["input_ids"] if "input_ids" in arguments else given[0]).shape[1]))
 
-        self._cached, cache, known = [] if self.follows else self.shared, self._empty(), 0
+        self._cached, cache, known = [] if self.is_whole else self.shared, self._empty(), 0
         if self.keep is not None and self.keep.exists():
             kept, tokens = read_prefix(self.keep, self.subject)
             length = common(tokens, self._cached)
@@ -337,11 +339,11 @@ class ReadText:
             "streamer": streamer,
             "tokenizer": self.tokenizer,  # by which a checkpoint's own stop strings are found
             "logits_processor": [certainty],
-            cache_argument(self.model) or "past_key_values": cache,
         }
+        given |= {} if self.is_whole else {cache_argument(self.model) or "past_key_values": cache}
         given |= {"stop_strings": [LINE_END]} if self.completes else {}
         given |= as_graphs() if graphs else {"disable_compile": True}
-        given |= {} if graphs or cached or self.follows else {"prefill_chunk_size": CHUNK}
+        given |= {} if graphs or cached or self.is_whole else {"prefill_chunk_size": CHUNK}
         written = self.model.generate(**given, **GREEDY, max_new_tokens=new)
         answer: list[int] = written[0, len(prompt) :].tolist()
         self.probability = certainty.mean(len(answer))

@@ -179,6 +179,20 @@ def test_a_plain_model_whose_positions_follow_the_length_reads_each_prompt_whole
     assert [ctxext.ask(answering, BYTES, text, QUESTIONS, max_new_tokens=NEW) for text in texts] == expected
 
 
+@pytest.mark.parametrize("kind", ["PromptTuning", "PrefixTuning"])
+def test_an_adapter_of_virtual_tokens_has_them_before_each_prompt(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ctxext.serving.ask.CHUNK", 16)
+    torch.manual_seed(1)
+    given = {"task_type": "CAUSAL_LM", "num_virtual_tokens": 5}
+    adapted = peft.get_peft_model(model("yarn"), getattr(peft, f"{kind}Config")(**given)).eval()
+    expected = []
+    for question in QUESTIONS:
+        prompt = torch.tensor([prompt_of(BYTES, TEXT[:60], question)])
+        written = adapted.generate(input_ids=prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=NEW)
+        expected.append(BYTES.decode(written[0, prompt.shape[1] :], skip_special_tokens=True).strip())
+    assert ctxext.ask(adapted, BYTES, TEXT[:60], QUESTIONS, max_new_tokens=NEW) == expected
+
+
 def test_stop_strings_that_the_checkpoint_names_are_looked_for() -> None:
     """For which transformers takes the tokenizer too, and raised an error of its own without it."""
     extended = model("yarn")
