@@ -139,7 +139,7 @@ class ReadText:
 
     @property
     def is_whole(self) -> bool:
-        """True if no part of a prompt is read alone: positions follow its length, or an adapter puts tokens in front."""
+        """True if no part of a prompt is read alone: its length sets positions, or an adapter puts tokens in front."""
         adapter = getattr(self.subject.chain[0], "active_peft_config", None)
         follows = patched_state(self.subject.model) is None and rope_follows_length(self.subject.text)
         return follows or bool(getattr(adapter, "is_prompt_learning", False))

@@ -58,6 +58,12 @@ def require_batches(model: Any) -> None:
             f"The positions of this {subject.kind} follow the length of its input, and the requests of a batch share "
             f"them. Leave out --continuous-batching, or extend it (--method)."
         )
+    adapter = getattr(model, "active_peft_config", None)
+    if getattr(adapter, "is_prompt_learning", False):
+        raise IncompatibleError(
+            f"The adapter ({adapter.peft_type.value}) puts virtual tokens before each text, which continuous batches "
+            f"leave out. Leave out --continuous-batching."
+        )
     said = model.generation_config
     ignored = [name for name, neutral in ALONE.items() if getattr(said, name, None) not in (None, [], neutral)]
     if ignored:

@@ -11,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import openai
+import peft
 import pytest
 import torch
 from openai.lib.streaming.responses._responses import ResponseStreamState
@@ -587,6 +588,15 @@ def test_positions_that_follow_the_length_are_those_of_each_request(monkeypatch:
         assert server.text(**asked) == alone
     with pytest.raises(IncompatibleError, match=r"positions of this llama follow .* Leave out --continuous-batching"):
         require_batches(dynamic(letters()))
+
+
+@pytest.mark.parametrize("kind", ["PromptTuning", "PrefixTuning"])
+def test_batches_without_an_adapters_virtual_tokens_are_refused(kind: str) -> None:
+    config = getattr(peft, f"{kind}Config")(task_type="CAUSAL_LM", num_virtual_tokens=3)
+    with pytest.raises(
+        IncompatibleError, match=r"puts virtual tokens before each text.* Leave out --continuous-batching"
+    ):
+        require_batches(peft.get_peft_model(tiny(letters()), config))
 
 
 @pytest.mark.parametrize("together", [False, BATCHES])
