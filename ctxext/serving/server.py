@@ -58,7 +58,7 @@ def require_batches(model: Any) -> None:
             f"The positions of this {subject.kind} follow the length of its input, and the requests of a batch share "
             f"them. Leave out --continuous-batching, or extend it (--method)."
         )
-    adapter = getattr(model, "active_peft_config", None)
+    adapter: Any = getattr(model, "active_peft_config", None)
     if getattr(adapter, "is_prompt_learning", False):
         raise IncompatibleError(
             f"The adapter ({adapter.peft_type.value}) puts virtual tokens before each text, which continuous batches "
