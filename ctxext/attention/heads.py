@@ -233,13 +233,18 @@ def retrieval_share(model: Any, *, seed: int = 0) -> float:
         The mean over the groups that read far, from 0 to 1.
 
     Raises:
-        IncompatibleError: the extension changes texts as short as the probe.
+        IncompatibleError: the extension changes texts as short as the probe, or processes share the weights.
         PatchStateError: the model is not extended by ``retrieval_heads``.
     """
     subject, edits = Subject.of(model), Edits()
     patched = patched_state(subject.model)
     if patched is None or not isinstance(patched.method, RetrievalHeads):
         raise PatchStateError(f"This {subject.kind} is not extended by retrieval_heads, so no heads of it read far.")
+    if is_shared_out(subject.model):
+        raise IncompatibleError(
+            "Processes share the weights of this model, and its heads are measured in a whole one. Measure none, or "
+            "take data parallelism (recipes/accelerate/ddp.yaml)."
+        )
     layers = {m: by for m in subject.model.modules() if isinstance(by := vars(m).get("_ctxext_attend"), RemapAttend)}
     exact = min(by.exact_length for by in layers.values())
     if exact < LEAST:

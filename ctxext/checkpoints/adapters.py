@@ -156,7 +156,7 @@ class ExtendedAdapter:
         return vars(self) | {"base": None, "lent": None, "source": None}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ExtendedAdapter:
-        """Copy it without the model, but for a hint of where that is: PEFT saves a copy of what it converts (PiSSA)."""
+        """Copy it with a weak reference to the model: PEFT saves a copy of a config that it converts (PiSSA)."""
         source = None if self.base is None else weakref.ref(self.base)
         return ExtendedAdapter(copy.deepcopy(self.adapter, memo), self.name, None, source=source)
 
@@ -270,7 +270,7 @@ def _adopt(adapters: Any, base: Any, edits: Edits, *, saving: bool = False) -> N
 def _is_unreadable(base: Any) -> bool:
     """Return whether the class of a base's config refuses its config.json, which PEFT reads if it has the path.
 
-    It compares the size of the vocabulary, and so gets no path where that is what it was.
+    It compares the size of the vocabulary, and so gets no path where that is unchanged.
     """
     published = published_json(base.config)
     sizes = published_text(base.config, published).get("vocab_size"), getattr(text_of(base.config), "vocab_size", None)

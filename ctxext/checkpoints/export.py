@@ -177,7 +177,7 @@ def _read(
 
 
 def _refuse_adapter(what: str, model: str) -> None:
-    """Raise ``CheckpointError`` with what is an adapter, and how to merge the one that the code ``model`` gives."""
+    """Raise ``CheckpointError`` with a way to merge the adapter into the model that the code ``model`` gives."""
     raise CheckpointError(
         f"{what}. A runtime's own LoRA does not read its extension, and vLLM's refuses it. Merge it "
         f"into its base model first: {model}.merge_and_unload().save_pretrained(NEW), then export NEW."

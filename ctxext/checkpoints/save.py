@@ -108,7 +108,7 @@ def save(
         try:
             validate_repo_id(hub["repo_id"])
         except HFValidationError as error:
-            raise InvalidParameterError(f"repo_id={hub['repo_id']!r} is no name on the hub: {error}") from error
+            raise InvalidParameterError(f"repo_id={hub['repo_id']!r} is not a name on the hub: {error}") from error
     if adapted not in (None, inner) and not saving.get("safe_serialization", True):
         raise InvalidParameterError(
             "safe_serialization=False: ctxext reads adapters from safetensors alone, such as the file of an earlier "
@@ -149,7 +149,7 @@ def save(
             written = [path.relative_to(half).as_posix() for path in half.rglob("*") if path.is_file()]
     except CtxextError:
         raise
-    except ValueError as error:  # transformers and PEFT name the argument, and what it takes
+    except ValueError as error:  # transformers and PEFT name the argument and its values
         raise InvalidParameterError(
             f"This {type(model).__name__} is not saved as it was asked to be: {error} What lay in {place} before is as "
             f"it was."

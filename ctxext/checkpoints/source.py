@@ -180,7 +180,7 @@ def _lift_extension(config: Any, place: str) -> None:
             config.ctxext = vars(part).pop("ctxext")
         elif not saved.get("stock"):
             raise CheckpointError(
-                f"The extension in {place} is that of its {'.'.join(path_to(config, part))}, which was extended alone. "
+                f"The extension in {place} belongs to its {'.'.join(path_to(config, part))}, which was extended alone. "
                 f"Extend the whole model, ctxext.patch(model), and save that."
             )
 

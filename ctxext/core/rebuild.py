@@ -33,7 +33,7 @@ from ctxext.errors import CtxextError, IncompatibleError
 
 Scalar = int | float | str | bool | None
 COPIES = re.compile(r"\.(original_module|modules_to_save\.[^.]+)(?![^.])")
-"""What PEFT puts into the paths of a module of which it keeps a copy for each adapter."""
+"""Parts of a path by which PEFT tells the copies of a module apart, one for each adapter."""
 
 # Errors that a model's own code may raise when it is called in a way that its authors did not expect.
 FAILURES = (

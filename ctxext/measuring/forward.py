@@ -61,7 +61,7 @@ def logits_in_chunks(
             f"start must be from 0 to {positions - 1} for {positions} positions, found {start}."
         )
     subject, shell, replay = opened(model)
-    check_known(subject, input_ids)
+    check_known(model, input_ids)
     chunk = chunk or head_chunk(subject)
     forget_longest(subject)
     piece = min(cached or positions, positions)
@@ -101,7 +101,7 @@ def logits_of_answers(
         IncompatibleError: as in ``logits_in_chunks``, or the model takes no cache.
     """
     subject, shell, replay = opened(model)
-    check_known(subject, text)
+    check_known(model, text)
     longest = sum(max(tokens.shape[0] for tokens in part) for part in (requests, answers))
     reader = replay.real = CachedPieces(subject, replay.real, positions=text.shape[0] + longest)
 
@@ -156,8 +156,9 @@ def check_token_ids(input_ids: Tensor, *, least: int) -> None:
         )
 
 
-def check_known(subject: Subject, ids: Tensor) -> None:
+def check_known(model: nn.Module, ids: Tensor) -> None:
     """Raise ``InvalidParameterError`` for a token that a tokenizer has and its model lacks, before the model fails."""
+    subject = Subject.of(model)
     known = getattr(subject.model.get_input_embeddings(), "num_embeddings", None)
     if known is not None and ids.numel() and int(ids.max()) >= known:
         raise InvalidParameterError(

@@ -39,7 +39,7 @@ class OwnFrequencies:
         """Load the module's frequencies as torch does.
 
         Raises:
-            PatchStateError: if they are not those of the extension.
+            PatchStateError: if they are not the extension's.
         """
         own = self.inv_freq
         given = state_dict.get(f"{prefix}inv_freq", own)

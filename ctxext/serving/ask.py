@@ -330,7 +330,7 @@ class ReadText:
             for end in range(cached + CHUNK, len(prompt), CHUNK):
                 self._write(prompt[:end], cache, 1)
         tokens = torch.tensor([prompt], device=self.model.device)
-        check_known(self.subject, tokens)
+        check_known(self.model, tokens)
         forget_longest(self.subject)
         certainty = Certainty()
         given = {
@@ -347,9 +347,9 @@ class ReadText:
         written = self.model.generate(**given, **GREEDY, max_new_tokens=new)
         answer: list[int] = written[0, len(prompt) :].tolist()
         self.probability = certainty.mean(len(answer))
-        if math.isnan(self.probability):  # of which greedy decoding takes the first token of all for the likeliest
+        if math.isnan(self.probability):  # greedy decoding takes the first token for the likeliest then
             raise IncompatibleError(
-                f"{type(self.model).__name__} gives NaN in place of probabilities. Load it in another dtype (--dtype): "
+                f"{type(self.model).__name__} gives NaN instead of probabilities. Load it in another dtype (--dtype): "
                 f"fp32 has the range."
             )
         return answer

@@ -26,7 +26,7 @@ COMPLETE = "complete"
 """Name of the file that is written into a checkpoint last."""
 SETTINGS = "settings.json"
 UNWRITTEN = (OSError, SafetensorError)
-WRITER = re.compile("PytorchStreamWriter|inline_container")  # in what torch.save raises, of no class of its own
+WRITER = re.compile("PytorchStreamWriter|inline_container")  # in errors of torch.save, which have no class
 # Settings that may change between the two parts of a run without changing its losses.
 FREE = (
     "output=",

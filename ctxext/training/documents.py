@@ -12,7 +12,6 @@ import torch
 from jaxtyping import Bool, Int
 from torch import Tensor, nn
 
-from ctxext.core.subject import Subject
 from ctxext.errors import CheckpointError, CtxextError, InvalidParameterError
 from ctxext.files import JsonObject
 from ctxext.measuring.forward import check_known
@@ -60,7 +59,7 @@ class TokenisedDocuments:
         import pyarrow.compute
 
         largest = pyarrow.compute.max(pyarrow.compute.list_flatten(self.rows.data.column("input_ids"))).as_py()
-        check_known(Subject.of(model), torch.tensor([largest or 0]))
+        check_known(model, torch.tensor([largest or 0]))
 
     @classmethod
     def read(

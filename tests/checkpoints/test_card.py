@@ -200,6 +200,6 @@ def test_a_name_that_the_hub_does_not_take_is_refused_before_anything_is_written
     name: str, plain: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     hub = Hub(monkeypatch)
-    with pytest.raises(InvalidParameterError, match=f"repo_id='{name}' is no name on the hub: "):
+    with pytest.raises(InvalidParameterError, match=f"repo_id='{name}' is not a name on the hub: "):
         ctxext.save(ctxext.load(plain, "yarn", factor=4), tmp_path / "long", push_to_hub=True, repo_id=name)
     assert (hub.files, list(tmp_path.iterdir())) == (set(), [])

@@ -351,5 +351,5 @@ def test_another_part_that_was_extended_alone_is_refused(tmp_path: Path) -> None
     extension = ctxext.patch(tiny(), "self_extend", factor=2).config.ctxext
     vision_language("llava").save_pretrained(tmp_path)
     rewrite(tmp_path / "config.json", lambda config: config["vision_config"].update(ctxext=extension))
-    with pytest.raises(CheckpointError, match="is that of its vision_config, which was extended alone"):
+    with pytest.raises(CheckpointError, match="belongs to its vision_config, which was extended alone"):
         load_saved(tmp_path, plain_class=True)

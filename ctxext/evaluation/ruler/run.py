@@ -15,7 +15,6 @@ import torch
 from jaxtyping import Int
 from torch import Tensor, nn
 
-from ctxext.core.subject import Subject
 from ctxext.errors import InvalidParameterError
 from ctxext.evaluation.ruler.tasks import choose
 from ctxext.evaluation.ruler.tasks.base import Question, Setting, Task, all_of, largest_fit
@@ -113,7 +112,7 @@ def reply_to(model: nn.Module, tokenizer: Any, prompt: list[int], *, tokens: int
     inner: Any = model
     device = next(inner.parameters()).device
     ids = torch.tensor([prompt], device=device)
-    check_known(Subject.of(model), ids)
+    check_known(model, ids)
     with torch.no_grad():
         written = inner.generate(
             ids,
@@ -229,7 +228,7 @@ def ruler_prompts(
         task = kind(_setting(tokenizer, length, essay, chat))
         # The other prompts have about the size of the first, so the search for their sizes begins there.
         first, source = draw(task, index=0, seed=seed), digest(essay.text) if task.in_essay and essay else None
-        ids = _ids(tokenizer, first.prompt, chat)  # another order of merges, of which a vocabulary says nothing, shows
+        ids = _ids(tokenizer, first.prompt, chat)  # they show the order of merges, which a vocabulary does not
         prefix = _prefix(tokenizer, ids)
         prompts += [
             RulerPrompt(
