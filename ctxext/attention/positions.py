@@ -208,7 +208,10 @@ def _layout(slots: _Slots, attention_mask: Tensor | None, position_ids: Tensor |
     if attention_mask is None and is_counted and slots.kv_offset + slots.key == stop:
         if not compiling:
             _require_agreement(position_ids, keys[:, places], keys[:, places], None)
-        return Layout.causal(slots.batch, slots.query, slots.key, device=keys.device)
+        causal = Layout.causal(slots.batch, slots.query, slots.key, device=keys.device)
+        if not slots.kv_offset:
+            return causal
+        return replace(causal, query_positions=keys[:, slots.key - slots.query :], key_positions=keys, from_zero=False)
     filled = keys < stop
     if attention_mask is None:
         return _one_document(keys, filled, keys, places, position_ids)

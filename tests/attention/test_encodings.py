@@ -276,6 +276,22 @@ def test_what_needs_the_whole_text_takes_no_sliding_window() -> None:
     ctxext.patch(tiny("mistral", sliding_window=32), "path", factor=4.0, sliding_window="lift")
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+@pytest.mark.parametrize("name", ["sinusoidal", "learned", "fire", "fox", "t5_bias"])
+def test_a_cache_of_a_window_counts_positions_from_the_start_of_the_text(name: str, cache: str) -> None:
+    """Vectors of positions, and functions of them, differ where the cache holds the last tokens alone."""
+    model, ids = extended(name, tiny("mistral", sliding_window=16), sliding_window="keep"), tokens(LENGTH)
+    past = StaticCache(config=model.config, max_cache_len=LENGTH) if cache == "static" else None
+    parts = []
+    with torch.no_grad():
+        for part in ids.split([10, 30, 12, *[1] * (LENGTH - 52)], 1):
+            out = model(part, past_key_values=past, use_cache=True)
+            past = out.past_key_values
+            parts.append(out.logits)
+    close(torch.cat(parts, 1), logits(model, ids))
+
+
 @pytest.mark.nightly
 @every_encoding
 def test_begins_alike_from_the_same_seed(name: str) -> None:
