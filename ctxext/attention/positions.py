@@ -284,6 +284,12 @@ def _padded(
     real = _keep(attention_mask, key, kv_offset) & filled
     before = attention_mask[:, :kv_offset].long().sum(1, keepdim=True)
     positions = (before + real.long().cumsum(1) - 1).clamp(min=0)
+    if given is not None:  # slots mean positions without the padding in front of a row, as in a first pass
+        of_slots, counted = [given.to(keys.device) == each[:, places] for each in (keys, positions)]
+        fits = [(each | ~real[:, places]).all(1, keepdim=True) for each in (of_slots, counted)]
+        by_slots = fits[0] & (~fits[1] | of_slots.all(1, keepdim=True))  # padding decides where a row has no token
+        in_front = attention_mask.int().argmax(1, keepdim=True)
+        positions = torch.where(by_slots, (keys - in_front).clamp(min=0), positions)
     return _one_document(positions, real, keys, places, given)
 
 

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
-from transformers import LlamaConfig, LlamaForCausalLM
+from torch import Tensor, nn
+from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, StaticCache
 from transformers.models.llama.modeling_llama import LlamaAttention
 
 import ctxext
@@ -128,3 +128,30 @@ def test_positions_along_several_axes_are_refused_where_they_differ() -> None:
     arguments = {"pixel_values": torch.randn(64, 96), "image_grid_thw": torch.tensor([[1, 8, 8]])}
     with pytest.raises(IncompatibleError, match=r"count along 3 axes that differ.*image"):
         logits(model, inputs, mm_token_type_ids=(inputs == 5).long(), **arguments)
+
+
+def in_calls(model: Any, cache: Any, ids: Tensor, keep: Tensor, positions: Tensor, *lengths: int) -> Tensor:
+    """Logits of tokens read in calls of so many slots, each with the mask of all slots so far."""
+    found, at = [], 0
+    for length in lengths:
+        here, at = slice(at, at + length), at + length
+        more = {"attention_mask": keep[:, :at], "position_ids": positions[:, here]}
+        with torch.no_grad():
+            found.append(model(ids[:, here], past_key_values=cache, use_cache=True, **more).logits)
+    return torch.cat(found, 1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+@pytest.mark.parametrize("method", [{"method": "self_extend", "window": 16}, {"method": "alibi"}])
+def test_slots_as_positions_count_padding_between_tokens_in_every_call(method: dict[str, Any], cache: str) -> None:
+    """As transformers counts them by default. So a row of a batch that was padded on the right has a gap."""
+    model = ctxext.patch(tiny(num_hidden_layers=3), factor=4.0, **method)
+    ids, keep = tokens(150, rows=3), torch.ones(3, 150, dtype=torch.long)
+    keep[0, 60:90] = keep[1, :20] = keep[2, :10] = keep[2, 50:90] = 0
+    slots = torch.arange(150).expand(3, -1)
+    whole = logits(model, ids, attention_mask=keep, position_ids=slots)
+    made = StaticCache(config=model.config, max_cache_len=150) if cache == "static" else DynamicCache()
+    found = in_calls(model, made, ids, keep, slots, 90, 40, *[1] * 20)
+    torch.testing.assert_close(found[keep.bool()], whole[keep.bool()], atol=1e-4, rtol=0)
+    torch.testing.assert_close(found[1:2, 20:], logits(model, ids[1:2, 20:]), atol=1e-4, rtol=0)
