@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, NamedTuple
@@ -79,9 +80,30 @@ class LayerCall(NamedTuple):
 
     def call(self, layout: Layout | None = None, **changes: Any) -> Call:
         """Return the call of a backend, with tensors in the dtype of autocast; on all keys of the text by itself."""
+        layout = self.mask.layout if layout is None else layout
+        if self.window is not None and self.mask.replaced.get("kv_offset") and not torch.compiler.is_compiling():
+            layout.memo(("in window", self.window), functools.partial(_require_window, layout, self.window))
         q, k, v = as_autocast_wants(*(changes.pop(name, getattr(self, name)) for name in "qkv"))
         how = {"scale": self.scale, "window": self.window, "dropout": self.dropout}
-        return Call.of(q, k, v, self.mask.layout if layout is None else layout, **how | changes)
+        return Call.of(q, k, v, layout, **how | changes)
+
+
+def _require_window(layout: Layout, window: int) -> None:
+    """Raise unless the keys of a call hold all that a window shows to its queries.
+
+    Caches of a window count slots. So padding between two tokens pushes tokens out that are still seen.
+    """
+    if layout.query_documents is None or layout.key_documents is None:
+        return
+    none = 1 << 40  # the position of a row without keys, and half of that of a row without queries
+    first = torch.where(layout.key_documents >= 0, layout.key_positions, none).amin(1)
+    asking = torch.where(layout.query_documents >= 0, layout.query_positions, 2 * none).amin(1)
+    by_slots = (layout.key_positions.diff(dim=1) == 1).all(1)  # padding has positions too, as the window counts it
+    if bool(((first > (asking - window + 1).clamp(min=0)) & ~by_slots).any()):
+        raise IncompatibleError(
+            f"This cache of a window of {window} tokens counts padding between tokens, and dropped tokens that are "
+            f"still seen. Pad in front of the text only, or give the model an empty DynamicCache()."
+        )
 
 
 def as_autocast_wants(*tensors: Tensor) -> tuple[Tensor, ...]:

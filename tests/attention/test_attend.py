@@ -155,3 +155,33 @@ def test_slots_as_positions_count_padding_between_tokens_in_every_call(method: d
     found = in_calls(model, made, ids, keep, slots, 90, 40, *[1] * 20)
     torch.testing.assert_close(found[keep.bool()], whole[keep.bool()], atol=1e-4, rtol=0)
     torch.testing.assert_close(found[1:2, 20:], logits(model, ids[1:2, 20:]), atol=1e-4, rtol=0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+@pytest.mark.parametrize("method", ["alibi", "t5_bias"])
+def test_padding_that_pushes_tokens_out_of_a_window_is_refused(method: str, cache: str) -> None:
+    """A cache of a window counts slots. Where it still holds what is seen, or holds all, a row is read as alone."""
+    model = ctxext.patch(tiny("mistral", sliding_window=16), method, factor=4.0, sliding_window="keep")
+
+    def made() -> Any:
+        return (
+            StaticCache(config=model.config, max_cache_len=90)
+            if cache == "static"
+            else DynamicCache(config=model.config)
+        )
+
+    ids, keep = tokens(90, rows=2), torch.ones(2, 90, dtype=torch.long)
+    keep[1, 5:40] = 0
+    places = keep.cumsum(1) - 1
+    with pytest.raises(IncompatibleError, match=r"window of 16 tokens counts padding between tokens.*DynamicCache\(\)"):
+        in_calls(model, made(), ids, keep, places, 40, 1)
+    alone = logits(model, torch.cat([ids[1:, :5], ids[1:, 40:]], 1))
+    found = in_calls(model, DynamicCache(), ids, keep, places, 40, 1, 49)[1:, 40:]
+    torch.testing.assert_close(found, alone[:, 5:], atol=1e-4, rtol=0)
+    keep = torch.ones(2, 90, dtype=torch.long)
+    keep[1, :7] = keep[1, 9:12] = 0  # in front of the text, and long before the window of the second call
+    places = (keep.cumsum(1) - 1).clamp(min=0)
+    found = in_calls(model, made(), ids, keep, places, 40, 1, 49)[1:, 12:]
+    alone = logits(model, torch.cat([ids[1:, 7:9], ids[1:, 12:]], 1))
+    torch.testing.assert_close(found, alone[:, 2:], atol=1e-4, rtol=0)
