@@ -148,14 +148,14 @@ def _checked(config: Any, given: dict[str, Any]) -> dict[str, Any]:
             "output_attentions: a fused kernel has no attention weights. Call ctxext.unpatch first."
         )
     mask = given.get("attention_mask")
-    if isinstance(mask, dict):
-        return {"attention_mask": _padding_among(mask, given)}
-    if isinstance(mask, Tensor) and mask.ndim > 2:
+    masks = mask.values() if isinstance(mask, dict) else (mask,)
+    shapes = (tuple(getattr(each, "shape", ())) for each in masks)  # of tensors, or of a BlockMask
+    if found := next((shape for shape in shapes if len(shape) > 2), None):
         raise IncompatibleError(
-            f"attention_mask must be [batch, keys] with 1 for tokens, found {tuple(mask.shape)}: this model "
-            f"computes attention from positions. Pass a two-dimensional mask, or position_ids that restart."
+            f"attention_mask must be [batch, keys] with 1 for tokens, found {found}: this model computes attention "
+            f"from positions. Pass a two-dimensional mask, or position_ids that restart."
         )
-    return {}
+    return {"attention_mask": _padding_among(mask, given)} if isinstance(mask, dict) else {}
 
 
 def _padding_among(masks: dict[str, Any], given: dict[str, Any]) -> Tensor | None:

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.attention.flex_attention import create_block_mask
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, StaticCache
 from transformers.models.llama.modeling_llama import LlamaAttention
 
@@ -185,3 +186,15 @@ def test_padding_that_pushes_tokens_out_of_a_window_is_refused(method: str, cach
     found = in_calls(model, made(), ids, keep, places, 40, 1, 49)[1:, 12:]
     alone = logits(model, torch.cat([ids[1:, 7:9], ids[1:, 12:]], 1))
     torch.testing.assert_close(found, alone[:, 2:], atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("method", ["self_extend", "alibi", "t5_bias"])
+def test_a_mask_of_pairs_is_refused_in_every_form(method: str) -> None:
+    model, pairs = ctxext.patch(tiny(), method, factor=4.0), torch.ones(1, 1, 9, 9).tril()
+    blocks = create_block_mask(lambda b, h, i, j: i >= j, 1, None, 9, 9, device="cpu")
+    for mask in (pairs, pairs.bool(), blocks, {"full_attention": pairs}, {"full_attention": None, "other": blocks}):
+        with pytest.raises(IncompatibleError, match=r"attention_mask must be \[batch, keys\] with 1 for tokens"):
+            logits(model, tokens(9), attention_mask=mask)
+    torch.testing.assert_close(
+        logits(model, tokens(9), attention_mask={"full_attention": None}), logits(model, tokens(9))
+    )
