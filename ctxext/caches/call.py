@@ -74,6 +74,7 @@ class PositionedForward(ForwardOverride):
         ``ctxext_length``, and ``position_ids`` counted from the start of the sequence.
         """
         given = self.given(args, kwargs)
+        _require_restarts(given)
         by_layout = getattr(self.module.config, "_attn_implementation", None) == ATTENTION
         if by_layout:
             kwargs = kwargs | _checked(self.module.config, given)
@@ -96,6 +97,23 @@ class PositionedForward(ForwardOverride):
             return self.run(*args, **kwargs)
         finally:
             current.call = outer
+
+
+def _require_restarts(given: dict[str, Any]) -> None:
+    """Refuse borders of packed documents that positions do not tell: positions are all that ctxext goes by.
+
+    Continuous batches have such borders too, and positions that go on from a cache.
+    """
+    borders, positions = given.get("cu_seq_lens_q"), given.get("position_ids")
+    if borders is None or len(borders) <= 2 or isinstance(cache_in(given), PagedAttentionCache):
+        return
+    if positions is not None and torch.compiler.is_compiling():
+        return  # a graph reads no values
+    if positions is None or bool(positions.flatten()[borders[:-1].to(positions.device).long()].any()):
+        raise IncompatibleError(
+            "cu_seq_lens_q tells where documents begin, but position_ids do not begin at 0 there. ctxext goes by "
+            "positions: pass position_ids that restart in each document."
+        )
 
 
 def _tokens(declared: Any) -> int | Sequence[int]:

@@ -198,3 +198,20 @@ def test_a_mask_of_pairs_is_refused_in_every_form(method: str) -> None:
     torch.testing.assert_close(
         logits(model, tokens(9), attention_mask={"full_attention": None}), logits(model, tokens(9))
     )
+
+
+@pytest.mark.parametrize("method", ["self_extend", "alibi", "t5_bias", "dynamic_ntk"])
+def test_borders_of_packed_documents_go_with_positions_that_restart(method: str) -> None:
+    """As a collator of transformers makes them for flash attention, with positions and without."""
+    model, lengths = ctxext.patch(tiny(), method, factor=4.0), (70, 1, 30)
+    ids, ends = tokens(sum(lengths)), torch.tensor([0, 70, 71, 101], dtype=torch.int32)
+    borders = {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends, "max_length_q": 70, "max_length_k": 70}
+    for positions in ({}, {"position_ids": torch.arange(sum(lengths))[None]}):
+        with pytest.raises(IncompatibleError, match=r"cu_seq_lens_q tells where.*position_ids that restart"):
+            logits(model, ids, **borders, **positions)
+    alone = {"cu_seq_lens_q": torch.tensor([0, 70]), "cu_seq_lens_k": torch.tensor([0, 70])}
+    torch.testing.assert_close(logits(model, ids[:, :70], **alone), logits(model, ids[:, :70]))
+    restarting = torch.cat([torch.arange(length) for length in lengths])[None]
+    found = logits(model, ids, **borders, position_ids=restarting)
+    each = torch.cat([logits(model, part) for part in ids.split(lengths, 1)], 1)
+    torch.testing.assert_close(found, each, atol=1e-4, rtol=0)
