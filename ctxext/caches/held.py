@@ -112,7 +112,8 @@ class HeldLayer(DynamicLayer):  # type: ignore[misc]
         """Append keys and values; without a gradient they are written in place where room is left."""
         new = (key_states, value_states)
         kinds = (None, None) if self.heads is None else (self.heads.far, self.heads.near)
-        in_place = self.is_initialized and not torch.is_grad_enabled() and not torch.compiler.is_compiling()
+        is_held = self.is_initialized and self.keys.ndim == 4  # early_initialization() leaves vectors of no numbers
+        in_place = is_held and not torch.is_grad_enabled() and not torch.compiler.is_compiling()
         if in_place and (self.keys.dtype, self.values.dtype) == (key_states.dtype, value_states.dtype):
             for layer, heads in zip((self, self.near), kinds, strict=True):
                 if layer is not None:

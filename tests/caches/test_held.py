@@ -337,3 +337,14 @@ def test_a_cache_of_another_kind_is_read_as_it_is(cls: type[RemapMethod]) -> Non
 def test_a_step_is_one_graph_and_whole_texts_are_refused_with_the_reason(what: tuple[str, ...]) -> None:
     """In a process of its own: the checker of shapes that tests run under cannot be compiled."""
     ran(["-m", "tests.contracts.compiled_remap_program", *what], ROOT, code=0)
+
+
+@pytest.mark.slow
+@every_bound
+def test_a_cache_that_was_initialised_ahead_of_time_is_an_empty_one(made: Any) -> None:
+    model = made()
+    cache = DynamicCache(config=model.config)
+    shape = {"batch_size": 1, "num_heads": model.config.num_key_value_heads, "head_dim": 16}
+    cache.early_initialization(**shape, dtype=torch.float64, device=torch.device("cpu"))
+    require_one_pass(model, cache, tokens(150), 140, 1, 9)
+    require_few(cache, 150)
