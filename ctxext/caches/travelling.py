@@ -12,10 +12,12 @@ from typing import Any
 import torch
 from jaxtyping import Float
 from torch import Tensor
+from transformers import cache_utils
 from transformers.cache_utils import Cache, QuantizedLayer
 
 from ctxext.errors import IncompatibleError
 
+QUANTIZED = getattr(cache_utils, "BaseQuantizedLayer", QuantizedLayer)  # newer ones have fp8 too
 PIECES = 3
 """Number of values in the keys' dtype that hold a wider one: three of bfloat16 hold all digits of float32."""
 
@@ -52,7 +54,7 @@ class _CarryingCache:
         wide = torch.cat([keys, packed], -1)
         _make_room(self._cache, layer_idx, wide, values)
         cached, values = self._cache.update(wide, values, layer_idx, *args, **kwargs)
-        if isinstance(self._cache.layers[layer_idx], QuantizedLayer):
+        if isinstance(self._cache.layers[layer_idx], QUANTIZED):
             raise IncompatibleError(
                 "A quantized cache would round the numbers that this model's encoding stores with its keys. Take a "
                 "plain cache."

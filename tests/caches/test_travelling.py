@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import DynamicCache, PreTrainedModel, StaticCache
+from transformers import DynamicCache, PreTrainedModel, StaticCache, cache_utils
 from transformers.cache_utils import Cache, DynamicLayer, QuantizedLayer
 
 import ctxext
@@ -85,6 +85,13 @@ def test_a_cache_filled_without_them_is_refused() -> None:
 def test_a_cache_that_rounds_them_is_refused() -> None:
     layer, keys = DynamicLayer(), torch.randn(1, 2, 3, 8)
     layer.__class__ = type("Rounding", (QuantizedLayer,), {"update": DynamicLayer.update})
+    with pytest.raises(IncompatibleError, match="A quantized cache would round"):
+        Travelling(torch.randn(1, 2, 3, 1)).through(Cache(layers=[layer])).update(keys, keys, 0)
+
+
+@pytest.mark.skipif(not hasattr(cache_utils, "Fp8QuantizedLayer"), reason="this transformers keeps no keys in 8 bits")
+def test_a_cache_that_rounds_them_to_eight_bits_is_refused() -> None:
+    layer, keys = cache_utils.Fp8QuantizedLayer(), torch.randn(1, 2, 3, 8)
     with pytest.raises(IncompatibleError, match="A quantized cache would round"):
         Travelling(torch.randn(1, 2, 3, 1)).through(Cache(layers=[layer])).update(keys, keys, 0)
 
