@@ -130,7 +130,9 @@ def remember(cache: Any, **changes: Any) -> None:
     lengths, layer = changes.get("fitted_lengths", ()), _first_layer(cache)
     if lengths and layer is not None:
         keys = getattr(layer, "keys", None)
-        setattr(layer, ROWS, range(len(lengths) if keys is None else len(keys)))  # a tensor once they move
+        is_elsewhere = keys is not None and keys.ndim < 4  # as where a layer quantizes them: their rows are unknown
+        rows = range(len(lengths if keys is None or is_elsewhere else keys))
+        setattr(layer, ROWS, None if is_elsewhere and len(lengths) == 1 else rows)  # a tensor once they move
 
 
 def _first_layer(cache: Any) -> Any:

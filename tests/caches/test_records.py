@@ -43,3 +43,16 @@ def test_a_cache_made_for_windows_is_refused_once_they_are_lifted(method: str) -
     cache = DynamicCache(config=model.config)
     steps = [model(part, past_key_values=cache).logits for part in tokens(40).split(30, 1)]
     torch.testing.assert_close(torch.cat(steps, 1), logits(model, tokens(40)), atol=2e-5, rtol=0)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not hasattr(cache_utils, "Fp8QuantizedLayer"), reason="this transformers keeps no keys in 8 bits")
+@pytest.mark.parametrize(("model_type", "method"), [("llama", "dynamic_ntk"), ("bloom", "dynamic_pi")])
+def test_beams_over_quantized_keys_follow_a_length(model_type: str, method: str) -> None:
+    """A quantized layer holds its keys elsewhere, so that they do not tell the number of rows."""
+    plain, options = tiny(model_type), {"num_beams": 2, "max_new_tokens": 4, "eos_token_id": None, "pad_token_id": 0}
+    options |= {"cache_implementation": "quantized", "cache_config": {"backend": "fp8"}, "do_sample": False}
+    model = ctxext.patch(tiny(model_type), method, factor=4.0, trained_length=64)
+    for rows in (1, 2):
+        ids = tokens(20, rows)
+        assert torch.equal(model.generate(ids, **options), plain.generate(ids, **options))
