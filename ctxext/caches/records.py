@@ -136,8 +136,9 @@ def remember(cache: Any, **changes: Any) -> None:
 
 
 def _first_layer(cache: Any) -> Any:
-    """Return the first layer of a cache; None if there is none yet."""
-    return next(iter(getattr(_keys_of(cache), "layers", ())), None)
+    """Return the first layer of a cache that holds keys, not a state; None if there is none yet."""
+    layers = getattr(_keys_of(cache), "layers", ())
+    return next((layer for layer in layers if isinstance(layer, CacheLayerMixin)), None)
 
 
 def returned(output: Any) -> Any:

@@ -56,3 +56,22 @@ def test_beams_over_quantized_keys_follow_a_length(model_type: str, method: str)
     for rows in (1, 2):
         ids = tokens(20, rows)
         assert torch.equal(model.generate(ids, **options), plain.generate(ids, **options))
+
+
+@pytest.mark.slow
+def test_rows_keep_their_length_where_the_first_layer_holds_a_state() -> None:
+    """Two rows, of which one is longer than the trained length, change places."""
+    changes = {"layer_types": ["linear_attention", "full_attention"] * 2, "num_hidden_layers": 4}
+    model = ctxext.patch(
+        tiny("qwen3_next", **changes), "dynamic_yarn", factor=4.0, growth="doubling", trained_length=64
+    )
+    ids, cache, last = tokens(91, rows=2), DynamicCache(config=model.config), torch.ones(2, 1, dtype=torch.long)
+    keep = (torch.arange(90)[None] >= torch.tensor([[40], [0]])).long()
+    with torch.no_grad():
+        model(ids[:, :90], attention_mask=keep, position_ids=(keep.cumsum(1) - 1).clamp(min=0), past_key_values=cache)
+        cache.reorder_cache(torch.tensor([1, 0]))
+        keep = torch.cat([keep.flip(0), last], 1)
+        more = {"attention_mask": keep, "position_ids": keep.sum(1, keepdim=True) - 1}
+        found = model(ids.flip(0)[:, 90:], past_key_values=cache, **more).logits
+    for row, alone in enumerate((ids[1:], ids[:1, 40:])):
+        torch.testing.assert_close(found[row], logits(model, alone)[0, -1:], atol=1e-4, rtol=0)
