@@ -150,13 +150,16 @@ def returned(output: Any) -> Any:
     return next((part for part in parts if hasattr(part, "get_seq_length")), None)
 
 
-def _mixing(decoder: PreTrainedModel) -> str | None:
-    """Return why documents that lie in one row are not kept apart by all layers of a decoder; None if they are."""
+def _mixing(decoder: PreTrainedModel, *, told: bool) -> str | None:
+    """Return why documents that lie in one row are not kept apart by all layers of a decoder; None if they are.
+
+    Layers with a state keep them apart if they are ``told`` where each begins.
+    """
     config: Any = decoder.config
     layers = DynamicCache(config=config).layers
     kinds = zip(getattr(config, "layer_types", None) or ["recurrent"] * len(layers), layers, strict=False)
     for kind, layer in kinds:
-        if hasattr(layer, "update_conv_state"):
+        if hasattr(layer, "update_conv_state") and not told:
             return f"layers of type {kind!r} carry a state from one document into the next"
     if config._attn_implementation in ("eager", "sdpa") and not masks_follow_positions(type(decoder)):
         return f"{type(decoder).__name__} makes its attention masks without positions"
@@ -169,14 +172,16 @@ def require_apart(decoder: PreTrainedModel, given: Mapping[str, Any]) -> None:
     ``given`` holds the arguments of the call by name. ``seq_idx`` tells layers with a state where a document begins.
     """
     positions, mask, cache = given.get("position_ids"), given.get("attention_mask"), cache_in(given)
-    if positions is None or isinstance(cache, PagedAttentionCache) or given.get("seq_idx") is not None:
+    if positions is None or isinstance(cache, PagedAttentionCache):
         return
     row = positions if positions.ndim == 2 else positions[0]
     begins = row == 0
     if positions.ndim > 2:  # tokens of one image share a position on the first of several axes
         begins[..., 1:] &= row[..., :-1] > 0
-    if begins.shape[-1] == 1 or isinstance(mask, dict) or (reason := _mixing(decoder)) is None:
+    if begins.shape[-1] == 1 or isinstance(mask, dict):
         return  # generate() prepares masks, and packs nothing
+    if (reason := _mixing(decoder, told=given.get("seq_idx") is not None)) is None:
+        return
     if isinstance(mask, Tensor) and mask.ndim == 2:
         start = 0 if cache is None else int(cache.get_seq_length())
         begins = begins & mask[:, start : start + begins.shape[-1]].bool()

@@ -199,8 +199,10 @@ def test_documents_of_one_row_are_read_each_alone_or_refused(model_type: str) ->
                     reason = (
                         "attention masks without positions" if by_masks_alone else "from one document into the next"
                     )
-                    with pytest.raises(IncompatibleError, match=rf"^position_ids restart.*{reason}\. .*a row\.$"):
-                        model(ids, position_ids=positions, use_cache=use_cache)
+                    told = {"seq_idx": (positions == 0).cumsum(1).int()} if by_masks_alone else {}
+                    for more in ({}, told):
+                        with pytest.raises(IncompatibleError, match=rf"^position_ids restart.*{reason}\. .*a row\.$"):
+                            model(ids, position_ids=positions, use_cache=use_cache, **more)
                     model(ids[:, :50], position_ids=positions[:, :50], use_cache=use_cache)
                     hidden = {"attention_mask": (torch.arange(50) > 5).long()[None]}
                     model(ids[:, :50], position_ids=(positions[:, :50] - 6).clamp(min=0), **hidden)
