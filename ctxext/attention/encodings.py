@@ -53,6 +53,11 @@ class EncodingAttend:
 
     def __call__(self, layer: LayerCall) -> Tensor:
         """Compute the attention of one layer, ``[batch, heads, seq, head_dim]``."""
+        if layer.mask.layout.sees == "both":
+            raise IncompatibleError(
+                "This encoding knows the past alone, but in this call tokens see later ones too. Set config.is_causal "
+                "back to True, or unpatch the model."
+            )
         q, k, v = as_autocast_wants(*layer[:3])
         with without_autocast(q.device):
             layer = layer._replace(q=q, k=k, v=v)

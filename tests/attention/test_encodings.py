@@ -292,6 +292,18 @@ def test_a_cache_of_a_window_counts_positions_from_the_start_of_the_text(name: s
     close(torch.cat(parts, 1), logits(model, ids))
 
 
+@pytest.mark.parametrize("name", ["sinusoidal", "t5_bias", "fox"])
+def test_a_model_that_was_turned_round_after_the_patch_is_refused(name: str) -> None:
+    model = extended(name)
+    model.config.is_causal = False
+    with pytest.raises(IncompatibleError, match=r"knows the past alone.*config\.is_causal back to True"):
+        logits(model, tokens(9))
+    model.config.is_causal = True
+    logits(model, tokens(9))
+    with pytest.raises(IncompatibleError, match="knows the past alone"):
+        logits(model, tokens(9), is_causal=False)
+
+
 @pytest.mark.nightly
 @every_encoding
 def test_begins_alike_from_the_same_seed(name: str) -> None:
