@@ -66,7 +66,7 @@ def _tokens_among(mask: Any, cache: Any, width: int, *, earlier: bool) -> Tensor
     if not isinstance(mask, Tensor) or mask.ndim not in (2, 4) or isinstance(cache, PagedAttentionCache):
         return None
     start = 0 if cache is None else int(cache.get_seq_length())
-    if mask.shape[-1] < start + width or (earlier and mask.ndim == 4):
+    if mask.shape[-1] < start + width or (earlier and start and mask.ndim == 4):
         return None
     if mask.ndim == 4:  # a token sees itself, and nothing sees padding
         return (mask if mask.dtype is torch.bool else mask == 0)[:, 0].diagonal(start, 1, 2)[:, :width]

@@ -233,3 +233,19 @@ def test_positions_that_begin_later_without_a_cache_are_named(method: str) -> No
     model = ctxext.patch(tiny(), method, factor=4.0)
     with pytest.raises(IncompatibleError, match=r"positions here begin at 1 without a cache\. Give positions from 0"):
         model(tokens(80), position_ids=torch.arange(1, 81)[None])
+
+
+@pytest.mark.parametrize("method", DYNAMIC)
+@pytest.mark.parametrize("form", ["bool", "additive"])
+def test_padding_in_a_mask_of_pairs_is_not_counted(form: str, method: str) -> None:
+    """With positions and without: a short row is the plain model's, whatever it is batched with."""
+    model = ctxext.patch(tiny(), method, factor=4.0)
+    ids, keep = tokens(90, rows=2), torch.arange(90)[None] >= torch.tensor([[40], [0]])
+    mask = keep[:, None, None] & torch.ones(90, 90, dtype=torch.bool).tril()
+    if form == "additive":
+        mask = torch.zeros(mask.shape).masked_fill(~mask, torch.finfo(torch.float32).min)
+    counted = (keep.long().cumsum(1) - 1).clamp(min=0)
+    for positions in ({}, {"position_ids": counted}):
+        found = logits(model, ids, attention_mask=mask, **positions)
+        torch.testing.assert_close(found[:1, 40:], logits(tiny(), ids[:1, 40:]), atol=5e-5, rtol=0)
+        torch.testing.assert_close(found[1:], logits(model, ids[1:]), atol=5e-5, rtol=0)
