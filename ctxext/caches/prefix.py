@@ -17,7 +17,7 @@ import safetensors
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, cache_utils
 from transformers.cache_utils import (
     Cache,
     DynamicCache,
@@ -41,11 +41,18 @@ from ctxext.version import __version__
 LAYERS = {kind.__name__: kind for kind in (DynamicLayer, HeldLayer, DynamicSlidingWindowLayer)}
 NUMBERS = ("newest_slot", "whole_until", "turned", "turned_for", "cumulative_length")
 TENSORS = ("keys", "values", "first_slots")
+KEYLESS: Any = getattr(cache_utils, "DummyLayer", ())
+"""Layers of a cache for layers of a model that read the keys of others, or none."""
 
 
 def new_cache(model: PreTrainedModel, room: int | None = None) -> Cache:
     """Return an empty cache of a model. It grows, unless ``room`` gives the number of tokens that it holds."""
     return DynamicCache(config=model.config) if room is None else StaticCache(model.config, max_cache_len=room)
+
+
+def _holding(cache: Any) -> list[Any]:
+    """Return the layers of a cache that hold keys."""
+    return [layer for layer in cache.layers if not isinstance(layer, KEYLESS)]
 
 
 def why_no_prefix(subject: Subject) -> str | None:
@@ -57,7 +64,7 @@ def why_no_prefix(subject: Subject) -> str | None:
     if any(guard.by_length for guard in guards_of(model)) or (is_plain and rope_follows_length(subject.text)):
         return "the positions of a text follow its length"
     try:
-        layers = new_cache(model).layers if model._supports_default_dynamic_cache() else []
+        layers = _holding(new_cache(model)) if model._supports_default_dynamic_cache() else []
     except (AttributeError, TypeError, ValueError):
         layers = []
     if not layers or model._is_stateful or any(plain_class(layer).__name__ not in LAYERS for layer in layers):
@@ -71,7 +78,7 @@ def why_no_graph(subject: Subject) -> str | None:
         return reason
     if not hasattr(StaticLayer, "crop"):
         return "this version of transformers cannot take back a cache of a fixed size. Update it"
-    if any(type(layer) is not StaticLayer for layer in new_cache(subject.model, 1).layers):
+    if any(type(layer) is not StaticLayer for layer in _holding(new_cache(subject.model, 1))):
         return "some layers hold a window of the text only"
     return None
 
@@ -106,13 +113,13 @@ def shorten(cache: Any, tokens: int) -> bool:
 
 def beginning(cache: Any, tokens: int) -> Any:
     """Return a copy of the first tokens of a cache, which takes no memory for others; None if layers hold too few."""
-    if not all(map(_crops, cache.layers)):
+    if not all(map(_crops, _holding(cache))):
         return None
     part = copy.copy(cache)
     part.layers = [copy.copy(layer) for layer in cache.layers]
     if not shorten(part, tokens):
         return None
-    for layer in part.layers:
+    for layer in _holding(part):
         layer.keys, layer.values = layer.keys.clone(), layer.values.clone()
     return part
 
@@ -209,7 +216,7 @@ def write_prefix(path: Path, subject: Subject, cache: Any, tokens: list[int]) ->
     """
     require_prefix(subject)
     tensors, layers = {"tokens": torch.tensor(tokens)}, []
-    for number, layer in enumerate(cache.layers):
+    for number, layer in enumerate(_holding(cache)):
         own, facts = _state(layer)
         tensors |= {f"{number}.{name}": value.cpu().contiguous() for name, value in own.items()}
         layers.append(facts)
@@ -235,7 +242,7 @@ def read_prefix(path: Path, subject: Subject) -> tuple[Any, list[int]]:
                     f"file, or load that model."
                 )
         cache, tokens = new_cache(subject.model), tensors.pop("tokens").tolist()
-        for number, (layer, facts) in enumerate(zip(cache.layers, layers, strict=True)):
+        for number, (layer, facts) in enumerate(zip(_holding(cache), layers, strict=True)):
             own = {name.partition(".")[2]: x for name, x in tensors.items() if name.startswith(f"{number}.")}
             _restore(layer, facts, own)
             if layer.get_seq_length() != len(tokens):
