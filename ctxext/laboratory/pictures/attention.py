@@ -56,9 +56,9 @@ def attention_asked(method: Method | None, request: PictureRequest) -> Picture |
     return Picture(
         kind="attention",
         sentence=_sentence(request.model, label, numbers),
-        caption="Of the last tokens of the text: the share of each head's attention that goes so many tokens back. The "
-        "first token of the text, which many heads take for nothing in particular, stands by itself. Right: the mean "
-        "over all heads.",
+        caption="Of the last tokens of the text: the share of each head's attention that goes so many tokens back, or "
+        "ahead where tokens see later ones. The first token of the text, which many heads take for nothing in "
+        "particular, stands by itself. Right: the mean over all heads.",
         values={"method": method.to_dict(), **numbers, "model": request.model},
         panels=_panels(label, numbers),
     )
@@ -214,7 +214,7 @@ def edges_of(length: int) -> tuple[int, ...]:
 def by_distance(weights: Float[Tensor, "*any query key"], edges: tuple[int, ...]) -> Float[Tensor, "*any bin"]:
     """Return the share of attention by distance, the first token apart, as a mean over the last queries of a text."""
     queries, keys = weights.shape[-2:]
-    apart = torch.arange(keys - queries, keys)[:, None] - torch.arange(keys)
+    apart = (torch.arange(keys - queries, keys)[:, None] - torch.arange(keys)).abs()
     bins = torch.bucketize(apart, torch.tensor(edges[1:]), right=True)
     bins[:, 0] = len(edges) - 1
     shares = [(weights * (bins == index)).sum((-2, -1)) / queries for index in range(len(edges))]
