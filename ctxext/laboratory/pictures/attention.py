@@ -185,11 +185,13 @@ def _of_ours(model: PreTrainedModel, layers: list[nn.Module], tokens: Tensor, la
 def _of_its_own(model: PreTrainedModel, tokens: Tensor, last: int) -> list[Tensor]:
     """Return the weights that a model's eager attention gives."""
     weights: list[Tensor] = []
-    pairs = (tokens.shape[1], tokens.shape[1])
+    pairs, latest = (tokens.shape[1], tokens.shape[1]), dict[str, Any]()
 
     def keep(module: nn.Module, given: Any, output: Any) -> None:
-        if isinstance(output, tuple) and len(output) > 1 and getattr(output[1], "shape", ())[-2:] == pairs:
-            weights.append(output[1][0, :, -last:].float().cpu())
+        shown = output[1] if isinstance(output, tuple) and len(output) > 1 else None
+        if getattr(shown, "shape", ())[-2:] == pairs and shown is not latest.get("weights"):
+            weights.append(shown[0, :, -last:].float().cpu())
+            latest["weights"] = shown  # some blocks hand on what their attention returned
 
     used = model.config._attn_implementation
     model.set_attn_implementation("eager")

@@ -5,7 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from ctxext.laboratory.pictures.attention import by_distance, edges_of
+import ctxext
+from ctxext.laboratory.pictures.attention import attention_of, by_distance, edges_of
+from tests._models import tiny, tokens
 
 
 def test_attention_by_distance() -> None:
@@ -16,3 +18,17 @@ def test_attention_by_distance() -> None:
     torch.testing.assert_close(shares, torch.tensor([0.65, 0.25, 0.3, 0.2, 0.0, 0.6]) / 2)
     assert edges_of(100) == (0, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 100)
     assert float(by_distance(torch.softmax(torch.randn(3, 2, 7, 40), -1), edges_of(40)).sum()) == pytest.approx(6.0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["self_extend", "yarn"])
+def test_attention_that_a_block_hands_on_is_counted_once(method: str) -> None:
+    """Blocks of Bamba return the weights of their attention as well."""
+    changes = {"num_hidden_layers": 3, "attn_layer_indices": [0, 2]}
+    model, ids = tiny("bamba", **changes), tokens(20)
+    plain = attention_of(model, ids, 4)
+    extended = attention_of(ctxext.patch(model, method, factor=4.0, trained_length=64), ids, 4)
+    assert plain.shape == extended.shape == (2, model.config.num_attention_heads, 4, 20)
+    torch.testing.assert_close(plain.sum(-1), torch.ones_like(plain.sum(-1)))
+    if method == "self_extend":
+        torch.testing.assert_close(extended, plain, atol=1e-4, rtol=0)
