@@ -8,6 +8,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from ctxext.core.architecture import find_architecture
 from ctxext.core.subject import text_of
 from ctxext.errors import IncompatibleError
 from ctxext.evaluation.report.figures import INK, NOTE, Panel
@@ -24,14 +25,33 @@ TURNS = 32  # of a learned bias, at most: T5 has so many buckets
 
 
 def bias_asked(method: Method | None, request: PictureRequest) -> Picture | None:
-    """Return the picture of a bias or of buckets; None for a method that has neither, or rotates."""
+    """Return the picture of a bias or of buckets; None for a method that has neither, or rotates.
+
+    Raises:
+        IncompatibleError: if the checkpoint has neither slopes nor a rotation that they can replace.
+    """
     if isinstance(method, EncodingMethod):
         return bias_of_encoding(method, request)
     if isinstance(method, BucketMethod):
         return buckets_picture(method, request)
     if isinstance(method, BiasMethod) and (request.positions == "elsewhere" or not isinstance(method, RopeMethod)):
+        _require_slopes(method, request)
         return bias_of_slopes(method, request)
     return None
+
+
+def _require_slopes(method: BiasMethod, request: PictureRequest) -> None:
+    """Raise unless a checkpoint has slopes, or a rotation that slopes can replace.
+
+    Raises:
+        IncompatibleError: with the way to find what the checkpoint has.
+    """
+    family = find_architecture(request.structure) if request.positions == "elsewhere" else None
+    if request.positions == "elsewhere" and (family is None or family.methods is not BiasMethod):
+        raise IncompatibleError(
+            f"Method {method.name!r} changes nothing in {request.checkpoint}: its heads have no slopes, and nothing "
+            f"rotates. `ctxext inspect {request.checkpoint}` names the methods that fit."
+        )
 
 
 def bias_of_slopes(method: BiasMethod, request: PictureRequest) -> Picture:

@@ -32,3 +32,9 @@ def test_attention_that_a_block_hands_on_is_counted_once(method: str) -> None:
     torch.testing.assert_close(plain.sum(-1), torch.ones_like(plain.sum(-1)))
     if method == "self_extend":
         torch.testing.assert_close(extended, plain, atol=1e-4, rtol=0)
+
+
+def test_attention_ahead_is_as_far_as_attention_back() -> None:
+    weights = torch.tensor([[0.1, 0.2, 0.3, 0.4]]).expand(4, 4)  # of an encoder
+    shares = by_distance(weights, edges_of(4))
+    torch.testing.assert_close(shares, torch.tensor([0.9, 1.4, 0.9, 0.4, 0.4]) / 4)

@@ -41,9 +41,3 @@ def test_no_label_lies_outside_of_the_picture(name: str) -> None:
 
     replace(whole, draw=measured).save(BytesIO())
     assert outside == []
-
-
-def test_attention_ahead_is_as_far_as_attention_back() -> None:
-    weights = torch.tensor([[0.1, 0.2, 0.3, 0.4]]).expand(4, 4)  # of an encoder
-    shares = by_distance(weights, edges_of(4))
-    torch.testing.assert_close(shares, torch.tensor([0.9, 1.4, 0.9, 0.4, 0.4]) / 4)
