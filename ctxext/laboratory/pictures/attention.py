@@ -189,7 +189,7 @@ def _of_its_own(model: PreTrainedModel, tokens: Tensor, last: int) -> list[Tenso
 
     def keep(module: nn.Module, given: Any, output: Any) -> None:
         shown = output[1] if isinstance(output, tuple) and len(output) > 1 else None
-        if getattr(shown, "shape", ())[-2:] == pairs and shown is not latest.get("weights"):
+        if shown is not None and getattr(shown, "shape", ())[-2:] == pairs and shown is not latest.get("weights"):
             weights.append(shown[0, :, -last:].float().cpu())
             latest["weights"] = shown  # some blocks hand on what their attention returned
 
