@@ -456,7 +456,7 @@ def test_an_answer_out_of_nan_is_refused_and_not_called_sure() -> None:
         broken.lm_head.weight[7] = torch.nan
     for answer in (text.ask, lambda question: ctxext.ask(broken, BYTES, TEXT[:120], question, max_new_tokens=NEW)):
         with pytest.raises(
-            IncompatibleError, match=r"^LlamaForCausalLM gives NaN in place of prob.* fp32 has the range"
+            IncompatibleError, match=r"^LlamaForCausalLM gives NaN instead of prob.* fp32 has the range"
         ):
             answer(QUESTIONS[0])
 
