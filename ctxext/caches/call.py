@@ -107,9 +107,15 @@ def _require_restarts(given: dict[str, Any]) -> None:
     borders, positions = given.get("cu_seq_lens_q"), given.get("position_ids")
     if borders is None or len(borders) <= 2 or isinstance(cache_in(given), PagedAttentionCache):
         return
-    if positions is not None and torch.compiler.is_compiling():
-        return  # a graph reads no values
-    if positions is None or bool(positions.flatten()[borders[:-1].to(positions.device).long()].any()):
+    if torch.compiler.is_compiling():
+        starts, is_told = borders, positions is not None  # a graph reads no values
+    else:
+        width = (given["inputs_embeds"] if given.get("input_ids") is None else given["input_ids"]).shape[1]
+        starts = borders[borders % width != 0].long()  # rows do not see each other
+        is_told = positions is not None and not bool(
+            positions.flatten()[starts.to(positions.device) % positions.numel()].any()
+        )
+    if len(starts) and not is_told:
         raise IncompatibleError(
             "cu_seq_lens_q tells where documents begin, but position_ids do not begin at 0 there. ctxext goes by "
             "positions: pass position_ids that restart in each document."

@@ -209,8 +209,11 @@ def test_borders_of_packed_documents_go_with_positions_that_restart(method: str)
     for positions in ({}, {"position_ids": torch.arange(sum(lengths))[None]}):
         with pytest.raises(IncompatibleError, match=r"cu_seq_lens_q tells where.*position_ids that restart"):
             logits(model, ids, **borders, **positions)
-    alone = {"cu_seq_lens_q": torch.tensor([0, 70]), "cu_seq_lens_k": torch.tensor([0, 70])}
-    torch.testing.assert_close(logits(model, ids[:, :70], **alone), logits(model, ids[:, :70]))
+    for starts in ([0, 70], [0, 35, 70]):  # in one row, and one in each of two rows
+        alone, row = torch.tensor(starts), ids[:, :70].reshape(len(starts) - 1, -1)
+        for positions in ({}, {"position_ids": torch.arange(row.shape[1])[None]}):
+            found = logits(model, row, cu_seq_lens_q=alone, cu_seq_lens_k=alone, **positions)
+            torch.testing.assert_close(found, logits(model, row))
     restarting = torch.cat([torch.arange(length) for length in lengths])[None]
     found = logits(model, ids, **borders, position_ids=restarting)
     each = torch.cat([logits(model, part) for part in ids.split(lengths, 1)], 1)
