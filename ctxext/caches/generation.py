@@ -256,7 +256,7 @@ class RecomputeStaleCache:
         known, rows = filled(cache), new.shape[0]
         before, now = [total - new.shape[1]] * rows, [total] * rows
         if mask is not None and mask.ndim == 2:
-            before, now = mask[:, : before[0]].sum(-1).tolist(), mask[:, :total].sum(-1).tolist()
+            before, now = (mask[:, :end].bool().sum(-1).tolist() for end in (before[0], total))
         if positions is not None and positions.ndim == 3:  # an image takes fewer positions than it has tokens
             now = _reaches(positions)
         for row, (earlier, later) in enumerate(zip(before, now, strict=True)):
@@ -394,7 +394,7 @@ class RequestedLengths:
         if positions is not None and (mask is None or positions.ndim == 3):
             prompts = _reaches(positions)
         elif mask is not None:
-            prompts = mask.sum(-1).tolist()
+            prompts = mask.bool().sum(-1).tolist()
         else:
             prompts = [getattr(settings, "_mask_length", settings._ctxext_prompt)]
         lengths = tuple(prompt + settings._ctxext_new for prompt in prompts)

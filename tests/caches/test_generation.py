@@ -76,6 +76,19 @@ def test_a_short_row_is_the_plain_models_bit_for_bit_beside_a_long_one(method: s
     assert not torch.equal(found.logits[0][0], plain.logits[0][0])
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("growth", ["doubling", "request"])
+@pytest.mark.parametrize("dtype", [torch.bool, torch.uint8, torch.float32, torch.bfloat16])
+def test_a_mask_of_another_dtype_counts_tokens(dtype: torch.dtype, growth: str) -> None:
+    """As transformers takes it; a sum in bfloat16 would be rounded from 257 tokens on."""
+    model = ctxext.patch(tiny(), "dynamic_yarn", factor=16.0, growth=growth, trained_length=TRAINED_LENGTH)
+    for ids, mask in (padded(), padded(270, 257)):
+        expected = generated(model, ids, attention_mask=mask)
+        assert torch.equal(generated(model, ids, attention_mask=mask.to(dtype)), expected)
+        expected = generated(model, ids[1:], attention_mask=mask[1:])
+        assert torch.equal(generated(model, ids[1:], attention_mask=mask[1:].to(dtype)), expected)
+
+
 @every
 def test_decoding_is_one_full_forward_and_reads_each_token_once(model_type: str, method: str) -> None:
     model = build(method, model_type)
