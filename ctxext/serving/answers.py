@@ -310,7 +310,7 @@ class Draw:
 
     def __call__(self, scores: Tensor) -> int:
         """Draw the next token from its logits."""
-        if scores.isnan().any():  # which the likeliest token would be, the first of all
+        if scores.isnan().any():  # greedy decoding takes NaN for the likeliest
             raise IncompatibleError("The model gives NaN. Serve it in another --dtype: fp32 has the range.")
         logits = self._weighed(scores.float())
         if self.temperature == 0:
