@@ -302,7 +302,8 @@ def weight_of(model: PreTrainedModel, name: str, refusal: str = "") -> nn.Parame
         )
     if is_zero3(model):
         raise IncompatibleError(f"{refusal}: DeepSpeed ZeRO-3 has sharded it. Extend the model before that.")
-    if weight.is_meta and any(not parameter.is_meta for parameter in model.parameters()):
+    is_offloaded = hasattr(modules[path], "_hf_hook") or any(not parameter.is_meta for parameter in model.parameters())
+    if weight.is_meta and is_offloaded:
         raise IncompatibleError(f"{refusal}: it is offloaded. Load the model onto a device, extend it, and save it.")
     return weight
 
