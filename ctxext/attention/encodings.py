@@ -184,13 +184,23 @@ def install_encoding(
     """Attach the encoding, make attention and the first layer use it, and return the number of its weights.
 
     Encodings that are attached already stay: a loaded checkpoint has trained ones.
+
+    Raises:
+        IncompatibleError: if the weights of an encoding would be offloaded.
     """
     decoder = decoder_of(subject, place)
     layers = attention_layers(decoder)
     install_attention(subject, place, EncodingAttend(decoder, backends), edits)
     for owner in _owners(decoder, method):
         loaded = getattr(owner, ENCODING, None)
-        edits.attach(owner, ENCODING, _built(method, spec, owner) if loaded is None else loaded)
+        encoding = _built(method, spec, owner) if loaded is None else loaded
+        absent = any(weight.is_meta for weight in (*encoding.parameters(), *encoding.buffers()))
+        if absent and any(hasattr(module, "_hf_hook") for module in owner.modules()):
+            raise IncompatibleError(
+                f"This {subject.kind} is offloaded, which the weights of {method.name!r} cannot be. Load it "
+                f"onto a device."
+            )
+        edits.attach(owner, ENCODING, encoding)
     if not method.shared:
         for layer in layers:
             edits.set(layer, "_ctxext_attend", EncodingAttend(layer, backends))

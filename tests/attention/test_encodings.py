@@ -20,6 +20,7 @@ from typing import Any
 
 import pytest
 import torch
+from accelerate import cpu_offload
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel, StaticCache
 
@@ -441,3 +442,24 @@ def test_inspect_says_what_patching_does(name: str, inspected: dict[str, dict[st
     with pytest.raises(IncompatibleError) as refusal:
         ctxext.patch(tiny("gemma2"), name, factor=found.factor)
     assert inspected["gemma2"][name].refused == str(refusal.value)
+
+
+@pytest.mark.slow
+def test_an_offloaded_model_is_refused_or_computes_the_same(tmp_path: Path) -> None:
+    """Hooks bring the weights of a module when it is called; those of an encoding are read without that."""
+    for name in ENCODINGS:
+        model = extended(name)
+        offloaded, has_weights = tiny(), any([*module.state_dict()] for module in modules_of(model))
+        cpu_offload(offloaded, execution_device=torch.device("cpu"))
+        plain = logits(offloaded, tokens(LENGTH))
+        model.save_pretrained(tmp_path / name)
+        load = functools.partial(ctxext.load, tmp_path / name, device_map={"": "disk"}, offload_folder=tmp_path)
+        if has_weights:
+            for extend in (functools.partial(ctxext.patch, offloaded, name, factor=4.0), load):
+                with pytest.raises(IncompatibleError, match=f"is offloaded, which the weights of '{name}' cannot be"):
+                    extend()
+            assert torch.equal(logits(offloaded, tokens(LENGTH)), plain)
+        else:
+            expected = logits(model, tokens(LENGTH))
+            for same in (ctxext.patch(offloaded, name, factor=4.0), load()):
+                assert torch.equal(logits(same, tokens(LENGTH)), expected)
