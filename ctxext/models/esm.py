@@ -77,6 +77,10 @@ class Esm(Architecture):
         original = {LENGTH: text.max_position_embeddings}
         Rebuild(subject, {LENGTH: target}).apply(edits)
         for rotary in [module for module in subject.model.modules() if "inv_freq" in module._buffers]:
+            if rotary.inv_freq.is_meta and hasattr(rotary, "_hf_hook"):  # which would bring back the plain ones
+                raise IncompatibleError(
+                    f"The frequencies of this {subject.kind} are offloaded. Load it without offload_buffers=True."
+                )
             edits.set(rotary, "inv_freq", (rotary.inv_freq.double() * ratio.to(rotary.inv_freq.device)).float())
             edits.set(rotary, "_load_from_state_dict", OwnFrequencies(rotary, inv_freq, method.name))
             if not rotary.inv_freq.is_meta:  # there they come with the weights, and a config knows the plain ones only

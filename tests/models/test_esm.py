@@ -7,11 +7,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from accelerate import cpu_offload
 from transformers import EsmConfig, EsmForMaskedLM
 
 import ctxext
 from ctxext.checkpoints.write import patch_checkpoint
-from ctxext.errors import PatchStateError
+from ctxext.errors import IncompatibleError, PatchStateError
 
 TRAINED, FACTOR, HALF, BASE = 66, 2.0, 4, 10_000.0
 IDS = torch.arange(100)[None] % 20 + 4
@@ -89,3 +90,16 @@ def test_frequencies_of_another_model_are_refused(other: str) -> None:
     model.load_state_dict({name: value.half() for name, value in model.state_dict().items()})
     ctxext.unpatch(model).load_state_dict(esm().state_dict())
     assert torch.equal(model(IDS).logits, esm()(IDS).logits)
+
+
+@pytest.mark.parametrize("offload_buffers", [False, True])
+def test_an_offloaded_model_keeps_the_frequencies_that_it_gets(offload_buffers: bool) -> None:
+    """A hook that brings buffers too would bring the plain ones."""
+    model, live = esm(), ctxext.patch(esm(), "pi", factor=FACTOR)
+    cpu_offload(model, execution_device=torch.device("cpu"), offload_buffers=offload_buffers)
+    if offload_buffers:
+        with pytest.raises(IncompatibleError, match=r"of this esm are offloaded\. .* without offload_buffers"):
+            ctxext.patch(model, "pi", factor=FACTOR)
+        assert torch.equal(model(IDS).logits, esm()(IDS).logits)
+    else:
+        assert torch.equal(ctxext.patch(model, "pi", factor=FACTOR)(IDS).logits, live(IDS).logits)
