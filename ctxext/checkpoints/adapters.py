@@ -224,6 +224,8 @@ def _before_forward(base: PreTrainedModel, args: Any, kwargs: dict[str, Any]) ->
     """
     if not torch.compiler.is_compiling():
         _adopt(vars(base).get("peft_config"), base, base._ctxext.edits)
+        if base.training:
+            _refuse_adapter_around(base)
     cache, prefix, embeddings = (kwargs.get(name) for name in ("cache", "past_key_values", "inputs_embeds"))
     caller = getattr(vars(base).get("prepare_inputs_for_generation"), "__self__", None)
     config: Any = getattr(caller, "active_peft_config", None)
@@ -240,7 +242,19 @@ def _before_forward(base: PreTrainedModel, args: Any, kwargs: dict[str, Any]) ->
 
 def _before_state_dict(base: PreTrainedModel, _: str, __: bool) -> None:
     """Adopt adapters that are saved before any forward pass."""
+    _refuse_adapter_around(base)
     _adopt(vars(base).get("peft_config"), base, base._ctxext.edits, saving=True)
+
+
+def _refuse_adapter_around(base: PreTrainedModel) -> None:
+    """Raise ``IncompatibleError`` if a model around this one, of which it is a part, has put adapters into it."""
+    modules = list(base.modules())
+    has_layers = any(hasattr(module, "adapter_layer_names") for module in modules)
+    if has_layers and not any("peft_config" in vars(module) for module in modules):
+        raise IncompatibleError(
+            f"This {type(base).__name__} was extended alone, so an adapter of the model around it would be saved "
+            f"without the extension. Call ctxext.unpatch on this part, and ctxext.patch on the whole model."
+        )
 
 
 def _adopt(adapters: Any, base: Any, edits: Edits, *, saving: bool = False) -> None:

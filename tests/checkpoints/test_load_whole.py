@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from peft import LoraConfig, get_peft_model
 from transformers import (
     AutoModelForImageTextToText,
     AutoModelForSequenceClassification,
@@ -353,3 +354,27 @@ def test_another_part_that_was_extended_alone_is_refused(tmp_path: Path) -> None
     rewrite(tmp_path / "config.json", lambda config: config["vision_config"].update(ctxext=extension))
     with pytest.raises(CheckpointError, match="belongs to its vision_config, which was extended alone"):
         load_saved(tmp_path, plain_class=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("is_wrapped_first", [False, True])
+def test_an_adapter_around_a_part_that_was_extended_alone_is_not_saved(is_wrapped_first: bool, tmp_path: Path) -> None:
+    """It would be saved without the extension, which its own model does not have."""
+    whole: Any = vision_language("llava")
+    part = whole.model.language_model
+    whole.save_pretrained(tmp_path / "plain")
+    whole.name_or_path = str(tmp_path / "plain")
+    if not is_wrapped_first:
+        ctxext.patch(part, "yarn", factor=4)
+    model = get_peft_model(whole, LoraConfig(target_modules=r".*language_model.*q_proj", init_lora_weights=False))
+    if is_wrapped_first:
+        ctxext.patch(part, "yarn", factor=4)
+    expected = logits(model.eval(), tokens())
+    message = "This LlamaModel was extended alone, .* ctxext.patch on the whole model"
+    with pytest.raises(IncompatibleError, match=message):
+        model.save_pretrained(tmp_path / "adapter")
+    with pytest.raises(IncompatibleError, match=message):
+        logits(model.train(), tokens())
+    ctxext.unpatch(part)
+    ctxext.patch(model.eval(), "yarn", factor=4).save_pretrained(tmp_path / "adapter")
+    assert torch.equal(logits(ctxext.load(tmp_path / "adapter"), tokens()), expected)
