@@ -581,7 +581,7 @@ def test_positions_that_follow_the_length_are_those_of_each_request(monkeypatch:
         return LlamaForCausalLM(config).eval()
 
     monkeypatch.setattr("tests.serving._asking.tiny", dynamic)
-    asked = {"prompt": "once upon a time " * 6, "max_tokens": 12, "temperature": 0}
+    asked: dict[str, Any] = {"prompt": "once upon a time " * 6, "max_tokens": 12, "temperature": 0}
     with asking(letters(), together=False) as server:
         alone = server.text(**asked)
         assert server.text(prompt="there was a king " * 40, max_tokens=2)
