@@ -71,7 +71,7 @@ def save_training_figure(
     ]
     if shares:
         points = [(one["step"], one["retrieval_share"]) for one in shares]
-        lines = [Line(BLUE, f"{points[0][1]:.3f} before, {points[-1][1]:.3f} after", points)]
+        lines = [Line(BLUE, f"{points[0][1]:.3f} to {points[-1][1]:.3f}", points)]
         name = "Attention of far heads to what was said before"
         panels.append(lines_panel(lines, title=name, x_label="step", ticks=ticks, log=False))
     gains = {name: gain for name, gain in gains.items() if gain}
