@@ -28,13 +28,13 @@ ROOMS = [
 
 # What a change may not exceed: the figures of ``scripts/house.py``, rounded up. Lower each when its figure falls.
 CEILINGS = {
-    "tokens of code": 369_880,
+    "tokens of code": 369_842,
     "lines that the first patch loads": 9_228,
     "files that the first patch loads": 47,
     "lines of the core": 5_093,
     "files of the core": 23,
     "long functions without a comment": 2,
-    "stiff constructions": 257,
+    "stiff constructions": 255,
     "arguments without a noun": 0,
     "classes of evaluation/": 53,
     "files that one patch enters": 28,

@@ -95,7 +95,7 @@ def _require_window(layout: Layout, window: int) -> None:
     """
     if layout.query_documents is None or layout.key_documents is None:
         return
-    none = 1 << 40  # the position of a row without keys, and half of that of a row without queries
+    none = 1 << 40  # the position of a row without keys; a row without queries has twice as much
     first = torch.where(layout.key_documents >= 0, layout.key_positions, none).amin(1)
     asking = torch.where(layout.query_documents >= 0, layout.query_positions, 2 * none).amin(1)
     by_slots = (layout.key_positions.diff(dim=1) == 1).all(1)  # padding has positions too, as the window counts it

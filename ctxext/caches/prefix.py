@@ -55,10 +55,16 @@ def _holding(cache: Any) -> list[Any]:
     return [layer for layer in cache.layers if not isinstance(layer, KEYLESS)]
 
 
+def virtual_tokens(subject: Subject) -> Any:
+    """Return the config of an adapter in use that puts tokens of its own before each text; None for no such adapter."""
+    adapter: Any = getattr(subject.chain[0], "active_peft_config", None)
+    return adapter if getattr(adapter, "is_prompt_learning", False) else None
+
+
 def why_no_prefix(subject: Subject) -> str | None:
     """Return why no cache of a model may serve a longer text that begins alike; None if it may."""
     model = subject.model
-    if getattr(getattr(subject.chain[0], "active_peft_config", None), "is_prompt_learning", False):
+    if virtual_tokens(subject) is not None:
         return "an adapter puts tokens of its own before each text"
     is_plain = getattr(model.config, "ctxext", None) is None
     if any(guard.by_length for guard in guards_of(model)) or (is_plain and rope_follows_length(subject.text)):

@@ -247,7 +247,7 @@ def _before_state_dict(base: PreTrainedModel, _: str, __: bool) -> None:
 
 
 def _refuse_adapter_around(base: PreTrainedModel) -> None:
-    """Raise ``IncompatibleError`` if a model around this one, of which it is a part, has put adapters into it."""
+    """Raise ``IncompatibleError`` if a model that contains this one has put adapters into it."""
     modules = list(base.modules())
     has_layers = any(hasattr(module, "adapter_layer_names") for module in modules)
     if has_layers and not any("peft_config" in vars(module) for module in modules):

@@ -13,6 +13,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedModel
 
+from ctxext.caches.prefix import virtual_tokens
 from ctxext.core.architecture import find_architecture
 from ctxext.core.patching import describe, patched_state
 from ctxext.core.scaling import heads_of, of_layers, rope_follows_length
@@ -132,8 +133,8 @@ def logits_of_answers(
 
 def opened(model: nn.Module) -> tuple[Subject, PreTrainedModel, Replay]:
     """Unwrap and open a model (see ``shell_of``); refuse it if its losses would differ from the plain model's."""
-    subject, peft = Subject.of(model), getattr(model, "active_peft_config", None)
-    if peft is not None and peft.is_prompt_learning:
+    subject = Subject.of(model)
+    if (peft := virtual_tokens(subject)) is not None:
         raise IncompatibleError(
             f"The adapter ({peft.peft_type}) puts virtual tokens before the text, so positions are not those of the "
             f"text. Evaluate the base model, or an adapter that changes weights (LoRA and its kin)."
@@ -240,6 +241,11 @@ def follows_length(subject: Subject) -> bool:
     return rope_follows_length(subject.text)
 
 
+def follows_unextended(subject: Subject) -> bool:
+    """Return whether an unextended model's positions follow the length of its input, by a rope type of transformers."""
+    return patched_state(subject.model) is None and follows_length(subject)
+
+
 def fitted_length_of(subject: Subject, trained_length: int = 0) -> Callable[[int], int]:
     """Return a function from tokens to the length that their positions are fitted to; equal lengths, equal positions.
 
@@ -323,6 +329,10 @@ def cached_tokens_for(subject: Subject, tokens: int, budget: int | None) -> int 
 # Called with the name of the current job and the cost done since the last call, in the units of `pass_cost`.
 Progress = Callable[[str, float], None]
 # Tokens at which attention costs as much as all the rest, for the 135M checkpoint of the demo.
+# A greedy answer, whatever a checkpoint's generation_config says.
+GREEDY: dict[str, Any] = {"use_cache": True, "cache_implementation": None, "prompt_lookup_num_tokens": None}
+GREEDY |= {"num_beams": 1, "num_return_sequences": 1, "return_dict_in_generate": False, "do_sample": False}
+
 SMALL_MODEL = 4096
 
 

@@ -39,8 +39,8 @@ from ctxext.core.rebuild import FAILURES
 from ctxext.core.subject import Subject, cache_argument
 from ctxext.errors import IncompatibleError, InvalidParameterError, require_package
 from ctxext.files import JsonObject
-from ctxext.measuring.forward import forget_longest, logits_in_chunks
-from ctxext.serving.ask import GREEDY, as_graphs
+from ctxext.measuring.forward import GREEDY, forget_longest, logits_in_chunks
+from ctxext.serving.ask import as_graphs
 from ctxext.serving.prefixes import GraphPrefixes, Prefixes
 from ctxext.serving.requests import Completion, Sampling, refusal
 

@@ -24,15 +24,15 @@ from ctxext.caches.prefix import (
     require_graph,
     require_prefix,
     shorten,
+    virtual_tokens,
     write_prefix,
 )
 from ctxext.caches.records import guards_of
-from ctxext.core.patching import describe, patch, patched_state
-from ctxext.core.scaling import rope_follows_length
+from ctxext.core.patching import describe, patch
 from ctxext.core.subject import Subject, cache_argument
 from ctxext.errors import IncompatibleError, InvalidParameterError
 from ctxext.files import refuse_as_file
-from ctxext.measuring.forward import check_known, forget_longest
+from ctxext.measuring.forward import GREEDY, check_known, follows_unextended, forget_longest
 from ctxext.methods.parameters import checked_tokens
 from ctxext.recommended import RECOMMENDED
 from ctxext.serving.selected import select as selected
@@ -45,9 +45,6 @@ CHUNK = 1024
 UNSURE = 0.7
 """Mean probability of a token below which an answer is called unsure, chosen by ``scripts/studies/unsure.py``."""
 MOST = 4  # times the trained length that a text extends a model by itself: further was not measured
-# What a checkpoint's generation_config may say, and the cache of a text cannot follow.
-GREEDY = {"use_cache": True, "cache_implementation": None, "prompt_lookup_num_tokens": None, "num_beams": 1}
-GREEDY |= {"num_return_sequences": 1, "return_dict_in_generate": False, "do_sample": False}
 
 
 def as_graphs() -> dict[str, Any]:
@@ -140,9 +137,7 @@ class ReadText:
     @property
     def is_whole(self) -> bool:
         """True if no part of a prompt is read alone: its length sets positions, or an adapter puts tokens in front."""
-        adapter = getattr(self.subject.chain[0], "active_peft_config", None)
-        follows = patched_state(self.subject.model) is None and rope_follows_length(self.subject.text)
-        return follows or bool(getattr(adapter, "is_prompt_learning", False))
+        return follows_unextended(self.subject) or virtual_tokens(self.subject) is not None
 
     @property
     def window(self) -> int:

@@ -24,12 +24,11 @@ from starlette.exceptions import HTTPException
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from ctxext.caches.continuous import ContinuousBatching
-from ctxext.caches.prefix import why_no_graph
+from ctxext.caches.prefix import virtual_tokens, why_no_graph
 from ctxext.caches.records import PAGED_IN_LAYERS
-from ctxext.core.patching import patched_state
-from ctxext.core.scaling import rope_follows_length
 from ctxext.core.subject import Subject
 from ctxext.errors import CtxextError, IncompatibleError, InvalidParameterError
+from ctxext.measuring.forward import follows_unextended
 from ctxext.serving.answers import LOG, OneByOne, Together, TokenText
 from ctxext.serving.endpoints import ANSWER, Chats, Completions, Endpoint, Responses
 from ctxext.serving.gate import BODY, PATIENCE, Gate, error_response, status_of, unknown_model
@@ -53,13 +52,12 @@ def require_batches(model: Any) -> None:
     if isinstance(entry := model.init_continuous_batching, ContinuousBatching):
         entry.require()
     subject = Subject.of(model)
-    if patched_state(subject.model) is None and rope_follows_length(subject.text):
+    if follows_unextended(subject):
         raise IncompatibleError(
             f"The positions of this {subject.kind} follow the length of its input, and the requests of a batch share "
             f"them. Leave out --continuous-batching, or extend it (--method)."
         )
-    adapter: Any = getattr(model, "active_peft_config", None)
-    if getattr(adapter, "is_prompt_learning", False):
+    if (adapter := virtual_tokens(subject)) is not None:
         raise IncompatibleError(
             f"The adapter ({adapter.peft_type.value}) puts virtual tokens before each text, which continuous batches "
             f"leave out. Leave out --continuous-batching."

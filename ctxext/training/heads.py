@@ -43,7 +43,7 @@ class RetrievalShare(TrainerCallback):  # type: ignore[misc]
             return retrieval_share(self.model, seed=self.settings.seed)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Measure the beginning of a run; it refuses weights that processes share."""
+        """Measure the beginning of a run, and so refuse weights that processes share."""
         if self.every is not None:
             self._log(state, state.global_step == 0)
 

@@ -20,7 +20,7 @@ from ctxext.evaluation.ruler.tasks import choose
 from ctxext.evaluation.ruler.tasks.base import Question, Setting, Task, all_of, largest_fit
 from ctxext.evaluation.trials import HidingPrompt, TrialReport, Trials, relative_effective_length, without
 from ctxext.files import digest
-from ctxext.measuring.forward import SMALL_MODEL, Progress, check_known, ticking
+from ctxext.measuring.forward import GREEDY, SMALL_MODEL, Progress, check_known, ticking
 from ctxext.measuring.statistics import check_finite
 from ctxext.measuring.survey import Trial
 from ctxext.texts.corpus import special_prefix, tokenizer_digest
@@ -31,22 +31,13 @@ SEED, SAMPLES = 42, 10
 # What one step of generation costs, in tokens of a long pass: it reads all weights for a single token.
 STEP = 30
 WORDS = "wonderwords"  # the package whose lists most tasks draw from
-# What a checkpoint's generation_config may say otherwise.
-GREEDY: dict[str, Any] = {
-    "do_sample": False,
-    "num_beams": 1,
-    "num_return_sequences": 1,
-    "return_dict_in_generate": False,
-}
-GREEDY |= {"use_cache": True, "remove_invalid_values": False, "temperature": 1.0, "top_k": 50, "top_p": 1.0}
-GREEDY |= {"repetition_penalty": 1.0, "no_repeat_ngram_size": 0, "min_length": 0}
-GREEDY |= {"encoder_repetition_penalty": 1.0, "encoder_no_repeat_ngram_size": 0}
-GREEDY |= dict.fromkeys(("cache_implementation", "prompt_lookup_num_tokens", "stop_strings", "max_time"))
-GREEDY |= dict.fromkeys(
-    ("min_new_tokens", "suppress_tokens", "begin_suppress_tokens", "bad_words_ids", "sequence_bias")
-)
-GREEDY |= dict.fromkeys(("forced_bos_token_id", "forced_eos_token_id", "exponential_decay_length_penalty"))
-GREEDY |= dict.fromkeys(("guidance_scale", "watermarking_config"))
+# What else a checkpoint's generation_config may say, by which a greedy reply would not be the model's own.
+UNCHANGED: dict[str, Any] = {"remove_invalid_values": False, "temperature": 1.0, "top_k": 50, "top_p": 1.0}
+UNCHANGED |= {"repetition_penalty": 1.0, "no_repeat_ngram_size": 0, "min_length": 0}
+UNCHANGED |= {"encoder_repetition_penalty": 1.0, "encoder_no_repeat_ngram_size": 0}
+UNCHANGED |= dict.fromkeys(("stop_strings", "max_time", "min_new_tokens", "suppress_tokens", "begin_suppress_tokens"))
+UNCHANGED |= dict.fromkeys(("bad_words_ids", "sequence_bias", "forced_bos_token_id", "forced_eos_token_id"))
+UNCHANGED |= dict.fromkeys(("exponential_decay_length_penalty", "guidance_scale", "watermarking_config"))
 
 
 def draw(task: Task, *, index: int, seed: int, near: int | None = None) -> Question:
@@ -119,6 +110,7 @@ def reply_to(model: nn.Module, tokenizer: Any, prompt: list[int], *, tokens: int
             attention_mask=torch.ones_like(ids),
             logits_processor=[_finite],
             **GREEDY,
+            **UNCHANGED,
             max_new_tokens=tokens,
             eos_token_id=inner.generation_config.eos_token_id,
             pad_token_id=tokenizer.pad_token_id or 0,
