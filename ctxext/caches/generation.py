@@ -283,6 +283,15 @@ def _reaches(positions: Tensor) -> list[int]:
     return reaches
 
 
+def _prompts(model_kwargs: dict[str, Any], slots: int) -> list[int]:
+    """Return the tokens of each row of a prompt, without padding; its ``slots`` where nothing tells the tokens."""
+    mask, positions = model_kwargs.get("attention_mask"), model_kwargs.get("position_ids")
+    if positions is not None and (mask is None or positions.ndim == 3):
+        return _reaches(positions)
+    prompts: list[int] = [slots] if mask is None else mask.bool().sum(-1).tolist()
+    return prompts
+
+
 def _whole_positions(kwargs: dict[str, Any], mask: Tensor | None, ids: Tensor) -> dict[str, Tensor]:
     """Return positions of the whole sequence if the call has any; chunked prefill gives only the new ones."""
     given = kwargs.get("position_ids")
@@ -320,8 +329,8 @@ class RefuseFixedPositions:
         """Make the candidate generator as transformers does, unless positions change before the last token."""
         if not self.rule.by_request:
             self._require_same(
-                input_ids.shape[1],
-                generation_config.max_length,
+                _prompts(model_kwargs, input_ids.shape[1]),
+                generation_config.max_length - input_ids.shape[1],
                 "Assisted decoding (assistant_model, prompt_lookup_num_tokens) verifies several tokens with one set of "
                 "positions. Generate without it, or use growth='request'.",
             )
@@ -336,21 +345,24 @@ class RefuseFixedPositions:
     def processors(self, generation_config: Any, input_ids_seq_length: int = 0, *args: Any, **kwargs: Any) -> Any:
         """Make the processors of logits as transformers does, unless guidance needs positions that change."""
         if generation_config.guidance_scale not in (None, 1) and generation_config.use_cache:
-            negative = kwargs.get("negative_prompt_ids")
-            first = 1 if negative is None else negative.shape[1]
+            negative, mask = kwargs.get("negative_prompt_ids"), kwargs.get("negative_prompt_attention_mask")
             self._require_same(
-                first,
-                first + generation_config.max_length - input_ids_seq_length - 1,
+                _prompts({"attention_mask": mask}, 1 if negative is None else negative.shape[1]),
+                generation_config.max_length - input_ids_seq_length - 1,
                 "guidance_scale reads the negative prompt and the answer through a cache of its own, token by token. "
                 "Generate without it, or with use_cache=False.",
             )
         model: Any = self.model
         return type(model)._get_logits_processor(model, generation_config, input_ids_seq_length, *args, **kwargs)
 
-    def _require_same(self, first: int, last: int, why: str) -> None:
-        if self.rule.fitted(first) != self.rule.fitted(last):
-            name = self.rule.method.name
-            raise IncompatibleError(f"Method {name!r} changes positions between {first} and {last} tokens. {why}")
+    def _require_same(self, prompts: list[int], new: int, why: str) -> None:
+        """Refuse prompts whose positions change before they have so many ``new`` tokens."""
+        for first in prompts:
+            if self.rule.fitted(first) != self.rule.fitted(first + new):
+                name = self.rule.method.name
+                raise IncompatibleError(
+                    f"Method {name!r} changes positions between {first} and {first + new} tokens. {why}"
+                )
 
 
 @dataclass
@@ -390,13 +402,7 @@ class RequestedLengths:
     def prepare_cache(self, settings: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
         """Prepare the cache as transformers does, and add the declared lengths to the arguments."""
         model: Any = self.model
-        mask, positions = model_kwargs.get("attention_mask"), model_kwargs.get("position_ids")
-        if positions is not None and (mask is None or positions.ndim == 3):
-            prompts = _reaches(positions)
-        elif mask is not None:
-            prompts = mask.bool().sum(-1).tolist()
-        else:
-            prompts = [getattr(settings, "_mask_length", settings._ctxext_prompt)]
+        prompts = _prompts(model_kwargs, getattr(settings, "_mask_length", settings._ctxext_prompt))
         lengths = tuple(prompt + settings._ctxext_new for prompt in prompts)
         model_kwargs["ctxext_length"] = lengths if len(set(lengths)) > 1 else lengths[0]
         return type(model)._prepare_cache_for_generation(model, settings, model_kwargs, *args, **kwargs)

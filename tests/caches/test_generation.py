@@ -251,6 +251,24 @@ def test_guidance_is_right_or_refused_before_the_first_token(growth: str) -> Non
     )
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("growth", ["exact", "doubling"])
+def test_positions_that_change_within_a_padded_prompt_are_refused(growth: str) -> None:
+    """Padding is no token: what several tokens are verified with changes where the text is as long, not its slots."""
+    model, slots = ctxext.patch(tiny(), "dynamic_ntk", factor=4.0, growth=growth), 2 * TRAINED_LENGTH + 8
+    ids, mask = tokens(slots), torch.ones(1, slots, dtype=torch.long)
+    mask[:, : slots - TRAINED_LENGTH + 4] = 0  # four tokens below the border, and far from the next one by its slots
+    ways: list[dict[str, Any]] = [{"prompt_lookup_num_tokens": 3}, {"assistant_model": tiny()}]
+    for how in ways:
+        with pytest.raises(IncompatibleError, match=r"positions between 60 and 68 tokens\. Assisted decoding"):
+            generated(model, ids, attention_mask=mask, **how | {"max_new_tokens": 8})
+        inside = {"attention_mask": mask, "max_new_tokens": 4}  # no slot is a token of the text
+        assert torch.equal(generated(model, ids, **inside, **how), generated(model, ids, **inside, use_cache=False))
+    negative = {"negative_prompt_ids": ids, "negative_prompt_attention_mask": mask, "guidance_scale": 2.0}
+    with pytest.raises(IncompatibleError, match=r"positions between 60 and 67 tokens\. guidance_scale"):
+        generated(model, tokens(9), **negative, max_new_tokens=8)
+
+
 def test_an_equal_pair_of_sets_follows_no_length() -> None:
     static = LongRoPE(short_factor=LONG_SET, long_factor=LONG_SET, factor=4.0, growth="request")
     assert not static.dynamic
