@@ -45,6 +45,8 @@ def place(corpus: Path, tokenizer: PreTrainedTokenizerFast, tmp_path_factory: py
     words += ["--data.train", str(corpus), "--checkpoint", str(root / "plain"), "--output"]
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("DS_ACCELERATOR", "cpu")
+        # In the folder of all programs DeepSpeed waits without an end for the lock of one that was killed.
+        patch.setenv("TORCH_EXTENSIONS_DIR", str(root / "extensions"))
         patch.setenv("HF_DATASETS_CACHE", str(root / "cache"))
 
         def run(command: list[str], *more: str) -> None:
