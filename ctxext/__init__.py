@@ -63,29 +63,24 @@ _PLACES = {
     "unpatch": "core.patching",
 }
 # The core imports no room above it. These rooms fill its registries, and are imported before the first use of each.
-registry.filled_by(
-    "steps",
-    tuple(
-        f"{__name__}.{room}"
-        for room in (
-            "core.override",
-            "caches.continuous",
-            "caches.records",
-            "models.drafts",
-            "models.own_config",
-            "models.refusals",
-            "models.sides",
-            "models.temperature",
-            "checkpoints.adapters",
-            "checkpoints.limits",
-        )
+registry.FILLED_BY |= {
+    "steps": (
+        "core.override",
+        "caches.continuous",
+        "caches.records",
+        "models.drafts",
+        "models.own_config",
+        "models.refusals",
+        "models.sides",
+        "models.temperature",
+        "checkpoints.adapters",
+        "checkpoints.limits",
     ),
-)
-registry.filled_by("steps of retrieval_heads", (f"{__name__}.attention.heads",))
-registry.filled_by("steps of dynamic methods", (f"{__name__}.caches.generation",))
-registry.filled_by("builders", (f"{__name__}.attention.encodings",))
-registry.filled_by("explanations", (f"{__name__}.models.unknown",))
-registry.filled_by("encodings", (f"{__name__}.laboratory.encodings",))
+    "steps of retrieval_heads": ("attention.heads",),
+    "steps of dynamic methods": ("caches.generation",),
+    "explanations": ("models.unknown",),
+    "encodings": ("laboratory.encodings",),
+}
 _PACKAGES = ("methods", "training")
 
 

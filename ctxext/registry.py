@@ -14,21 +14,17 @@ from types import ModuleType
 from typing import Any, TypeVar
 
 T = TypeVar("T")
-_FILLED_BY: dict[str, tuple[str, ...]] = {}
+FILLED_BY: dict[str, tuple[str, ...]] = {}
+"""Modules of ctxext whose import fills a registry of a lower room, which itself imports nothing above it."""
 _FILLING = threading.RLock()
-
-
-def filled_by(registry: str, modules: tuple[str, ...]) -> None:
-    """Name the modules whose import fills a registry of a lower room, which itself imports nothing above it."""
-    _FILLED_BY[registry] = modules
 
 
 @cache
 def fill(registry: str) -> None:
     """Import the modules that fill a registry, before its first use; another thread waits until all are imported."""
     with _FILLING:
-        for module in _FILLED_BY.get(registry, ()):
-            importlib.import_module(module)
+        for module in FILLED_BY.get(registry, ()):
+            importlib.import_module(f"ctxext.{module}")
 
 
 def discover(package: ModuleType, base: type[T]) -> dict[str, type[T]]:

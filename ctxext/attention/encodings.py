@@ -28,7 +28,6 @@ from ctxext.core.rebuild import FAILURES, Rebuild
 from ctxext.core.replaced import original_twin
 from ctxext.core.rotary import RotaryPlace, find_places
 from ctxext.core.scaling import heads_of
-from ctxext.core.steps import register_builder
 from ctxext.core.subject import Subject
 from ctxext.errors import IncompatibleError, InvalidParameterError
 from ctxext.files import digest
@@ -274,6 +273,3 @@ def with_encodings(chosen: Any, config: Any) -> Any:
     for name in ("__name__", "__qualname__", "__module__"):
         setattr(WithEncodings, name, getattr(plain, name))
     return WithEncodings
-
-
-register_builder(with_encodings)

@@ -16,6 +16,7 @@ from safetensors import SafetensorError
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from ctxext.attention.encodings import with_encodings
 from ctxext.checkpoints.adapters import (
     SavedAdapter,
     base_of,
@@ -55,7 +56,6 @@ from ctxext.core.saved import (
     without_guard,
 )
 from ctxext.core.scaling import same_rope
-from ctxext.core.steps import class_with_parts
 from ctxext.core.subject import Subject
 from ctxext.errors import (
     CheckpointError,
@@ -405,7 +405,7 @@ def _read_model(
     chosen = model_class(config, auto_class)
     config = config_of(config, chosen)
     stored = NamedTensors()
-    built = class_with_parts(chosen, config) if restored else chosen
+    built = with_encodings(chosen, config) if restored else chosen
     if not loading.get("gguf_file"):
         loading = {"use_safetensors": True, **loading}
         if loading["use_safetensors"] and Path(place).is_dir():

@@ -83,8 +83,6 @@ class Step:
 _STEPS: list[Step] = []
 Describer = Callable[[ExtendedPart, Description], Description]
 _DESCRIBERS: list[Describer] = []
-Builder = Callable[[Any, Any], Any]
-_BUILDERS: list[Builder] = []
 
 
 def register(step: Step) -> None:
@@ -95,19 +93,6 @@ def register(step: Step) -> None:
 def register_description(describer: Describer) -> None:
     """Add to every later description of a live model what a function knows of a part of it."""
     _DESCRIBERS.append(describer)
-
-
-def register_builder(builder: Builder) -> None:
-    """Add a function that takes the class and the extended config of a checkpoint, and returns the class to build."""
-    _BUILDERS.append(builder)
-
-
-def class_with_parts(chosen: Any, config: Any) -> Any:
-    """Return the class that builds a checkpoint with all that its extension adds; ``chosen`` itself for no more."""
-    registry.fill("builders")
-    for builder in _BUILDERS:
-        chosen = builder(chosen, config)
-    return chosen
 
 
 def steps() -> list[Step]:
