@@ -30,7 +30,7 @@ from ctxext.core.edits import Edits
 from ctxext.core.old_form import put_old_form
 from ctxext.core.patching import require_own_config
 from ctxext.core.rebuild import own_defaults
-from ctxext.core.rotary import require_as_patched
+from ctxext.core.rotary import find_places, require_as_configured
 from ctxext.core.saved import extended_texts, saved_sides
 from ctxext.core.subject import Subject
 from ctxext.errors import CheckpointError, CtxextError, InvalidParameterError, PatchStateError
@@ -42,6 +42,10 @@ from ctxext.models.table import LearnedTable
 
 HUB_OPTIONS = ("repo_id", "commit_message", "create_pr", "private", "token")
 ADAPTER_FILES = (ENCODING_FILE, ADAPTER_FILE, EXTENSION_FILE)
+PATCH_ANEW = (
+    "One of them was changed after the extension, and no saved checkpoint could hold that. Call "
+    "ctxext.unpatch(model), then ctxext.patch with the values that you want, then save."
+)
 
 
 def save(
@@ -220,7 +224,7 @@ def _require_unchanged(subject: Subject) -> None:
         architecture = find_architecture(part)
         is_rotary = architecture is not None and architecture.positions == "rotary"
         if is_rotary and issubclass(saved_class(side["method"]["method"]), RopeMethod):  # others replace rotation
-            require_as_patched(part, side["trained_length"])
+            require_as_configured(part, find_places(part)[0], side["trained_length"], PATCH_ANEW)
 
 
 def _save_whole(model: PreTrainedModel, directory: Path, module: dict[str, Any], saving: dict[str, Any]) -> None:

@@ -293,17 +293,17 @@ def _plain_spec(subject: Subject, place: RotaryPlace, trained_length: int) -> Ro
             f"Add the base; the RoPE paper's is config.rope_parameters['rope_theta'] = 10000.0."
         )
     is_proportional = parameters.get("rope_type") == "proportional"
-    unscaled = {"rope_type": "proportional" if is_proportional else "default", "rope_theta": base}
+    live, name = subject.model.get_submodule(place.path), f"{place.prefix}inv_freq"
+    unscaled: list[dict[str, Any]] = [{"rope_type": "proportional" if is_proportional else "default"}]
+    unscaled.append({"rope_type": "linear", "factor": 1.0})  # Mistral 4: its "default" rotates whole heads
     # Build a module from the config without its scaling: the frequencies of the live one may be scaled already, and
     # only the class knows how many dimensions it rotates.
-    rotary = Rebuild(subject, {"rope_parameters": place.rescaled(text.rope_parameters, unscaled)}).rotary(place.path)
-    live, inv_freq = subject.model.get_submodule(place.path), getattr(rotary, f"{place.prefix}inv_freq")
-    if inv_freq.shape != getattr(live, f"{place.prefix}inv_freq").shape:
-        # Mistral 4: its "default" rotates whole heads, its other types a part of each.
-        unscaled = {"rope_type": "linear", "rope_theta": base, "factor": 1.0}
-        rope = place.rescaled(text.rope_parameters, unscaled)
+    for form in unscaled:
+        rope = place.rescaled(text.rope_parameters, form | {"rope_theta": base})
         rotary = Rebuild(subject, {"rope_parameters": rope}).rotary(place.path)
-        inv_freq = getattr(rotary, f"{place.prefix}inv_freq")
+        inv_freq = getattr(rotary, name)
+        if inv_freq.shape == getattr(live, name).shape:
+            break
     spec = RopeSpec(rotary_dim=2 * inv_freq.shape[-1], base=float(base), trained_length=trained_length)
     if is_proportional:
         spec = ProportionalSpec(spec.rotary_dim, spec.base, trained_length, rotated=int(inv_freq.count_nonzero()))
@@ -371,20 +371,6 @@ LOAD_ANEW = (
     "If the config was changed after loading, load the model with it: from_pretrained(path, config=config). If a "
     "module was changed by hand or by another library, load the model again and patch it first."
 )
-PATCH_ANEW = (
-    "One of them was changed after the extension, and no saved checkpoint could hold that. Call "
-    "ctxext.unpatch(model), then ctxext.patch with the values that you want, then save."
-)
-
-
-def require_as_patched(subject: Subject, trained_length: int) -> None:
-    """Check that every rotary module of an extended model still computes what its config says.
-
-    Raises:
-        PatchStateError: if a module and the config differ; the message has both values.
-    """
-    places, _ = find_places(subject)
-    require_as_configured(subject, places, trained_length, PATCH_ANEW)
 
 
 def require_as_configured(

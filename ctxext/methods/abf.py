@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 from ctxext.methods.base import RopeMethod
-from ctxext.methods.formulas import as_longrope, clipped, index_that_turns, plain_inv_freq
+from ctxext.methods.formulas import clipped, index_that_turns, plain_inv_freq
 from ctxext.methods.parameters import MOST_BASE, Range, require
 from ctxext.spec import Frequencies, RopeSpec
 
@@ -43,7 +43,7 @@ class ABF(RopeMethod):
 
     def rope_parameters(self, rope: RopeSpec) -> dict[str, Any]:
         if self.clip is not None:
-            return as_longrope(rope, self.frequencies(rope, rope.trained_length), self.factor)
+            return self.as_longrope(rope)
         return {"rope_type": "default", "rope_theta": self._base_for(rope)}
 
     def _base_for(self, rope: RopeSpec) -> float:

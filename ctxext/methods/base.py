@@ -16,6 +16,7 @@ from torch import Tensor
 from ctxext import registry
 from ctxext.errors import CheckpointError, InvalidParameterError, UnknownNameError, no_reach
 from ctxext.files import is_choice, parse_json
+from ctxext.methods.formulas import as_longrope
 from ctxext.methods.parameters import Range, checked_tokens, parameters_of
 from ctxext.spec import AlibiSpec, BucketSpec, ExtensionArguments, Frequencies, RopeSpec
 from ctxext.version import __version__
@@ -145,9 +146,13 @@ class RopeMethod(Method):
     def frequencies(self, rope: RopeSpec, length: int) -> Frequencies:
         """Compute the frequencies in float64 for a sequence of ``length`` tokens (only dynamic methods use it)."""
 
-    @abstractmethod
     def rope_parameters(self, rope: RopeSpec) -> dict[str, Any] | None:
         """Return the ``rope_parameters`` that plain transformers reads as this method; None if it cannot."""
+        return None
+
+    def as_longrope(self, rope: RopeSpec) -> dict[str, Any]:
+        """Return the ``rope_parameters`` that hold the frequencies themselves."""
+        return as_longrope(rope, self.frequencies(rope, rope.trained_length), self.factor)
 
     def fits(self, rope: RopeSpec) -> bool:
         """Return whether there are frequencies for this rotation: some methods demand slow pairs, or a long window."""

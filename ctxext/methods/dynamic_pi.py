@@ -39,8 +39,5 @@ class DynamicPI(GrowingMethod, RopeMethod, BiasMethod):
             plain_inv_freq(rope) / (self.fitted_length(rope.trained_length, length) / rope.trained_length)
         )
 
-    def rope_parameters(self, rope: RopeSpec) -> None:
-        return None
-
     def slopes(self, alibi: AlibiSpec, length: int) -> Float[Tensor, " heads"]:
         return trained_slopes(alibi) / (self.fitted_length(alibi.trained_length, length) / alibi.trained_length)

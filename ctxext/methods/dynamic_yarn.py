@@ -52,9 +52,6 @@ class DynamicYaRN(GrowingMethod, RopeMethod):
     def frequencies(self, rope: RopeSpec, length: int) -> Frequencies:
         return self._at(self.fitted_length(rope.trained_length, length) / rope.trained_length).frequencies(rope, length)
 
-    def rope_parameters(self, rope: RopeSpec) -> None:
-        return None
-
     def _at(self, stretch: float) -> YaRN:
         """Build the static YaRN for one stretch, which also checks the parameters that the two methods share."""
         return YaRN(

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import torch
 
 from ctxext.methods.base import RopeMethod
-from ctxext.methods.formulas import NEVER, as_longrope, plain_inv_freq
+from ctxext.methods.formulas import NEVER, plain_inv_freq
 from ctxext.methods.parameters import Range
 from ctxext.spec import Frequencies, RopeSpec
 
@@ -48,7 +48,6 @@ class NoPE(RopeMethod):
         return Frequencies(torch.zeros_like(plain_inv_freq(rope)), scale)
 
     def rope_parameters(self, rope: RopeSpec) -> dict[str, Any]:
-        frequencies = self.frequencies(rope, rope.trained_length)
-        if frequencies.attention_scale != 1:
-            return as_longrope(rope, frequencies, self.factor)
+        if self.frequencies(rope, rope.trained_length).attention_scale != 1:
+            return self.as_longrope(rope)
         return {"rope_type": "linear", "rope_theta": rope.base, "factor": NEVER}

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 from ctxext.methods.base import RopeMethod
-from ctxext.methods.formulas import as_longrope, clipped, ntk_base, plain_inv_freq
+from ctxext.methods.formulas import clipped, ntk_base, plain_inv_freq
 from ctxext.methods.parameters import Range
 from ctxext.spec import Frequencies, RopeSpec
 
@@ -43,5 +43,5 @@ class NTK(RopeMethod):
 
     def rope_parameters(self, rope: RopeSpec) -> dict[str, Any]:
         if self.clip is not None:
-            return as_longrope(rope, self.frequencies(rope, rope.trained_length), self.factor)
+            return self.as_longrope(rope)
         return {"rope_type": "default", "rope_theta": ntk_base(rope, self.factor)}

@@ -8,6 +8,7 @@ between two parameters is checked by the method itself.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import numbers
 import re
@@ -60,13 +61,8 @@ class Range:
         most = self.most if self.most is not None and self.most < MOST_TOKENS else None
         if self.least is not None and most is not None:
             return f" from {self.least:,} to {most:,}"
-        ends = [
-            "" if self.least is None else f"at least {self.least:,}",
-            "" if self.above is None else f"above {self.above:,}",
-            "" if self.below is None else f"below {self.below:,}",
-            "" if most is None else f"at most {most:,}",
-        ]
-        text = " and ".join(end for end in ends if end)
+        ends = {"at least": self.least, "above": self.above, "below": self.below, "at most": most}
+        text = " and ".join(f"{words} {end:,}" for words, end in ends.items() if end is not None)
         return f", {text}" if text else ""
 
 
@@ -172,16 +168,11 @@ class Parameter:
             return plain in YES
         if int in self.kinds and re.fullmatch(r"[+-]?\d{1,300}", plain):
             return int(plain)
-        if float in self.kinds and "_" not in plain:
-            try:
+        with contextlib.suppress(ValueError):
+            if float in self.kinds and "_" not in plain:
                 return float(plain)
-            except ValueError:
-                return str(text)
-        if self.items is not None and plain.startswith("["):
-            try:
+            if self.items is not None and plain.startswith("["):
                 return parse_json(text)
-            except ValueError:
-                return str(text)
         return str(text)
 
     def __str__(self) -> str:
@@ -230,19 +221,17 @@ def is_number(value: object) -> bool:
     return bool(size <= sys.float_info.max)
 
 
-def checked_tokens(name: str, value: object, least: int = 1) -> int:
+def checked_tokens(name: str, value: Any, least: int = 1) -> int:
     """Return a number of tokens; formulas divide by the logarithm of a trained length, whose ``least`` is 2.
 
     Raises:
         InvalidParameterError: unless it is a whole number from ``least`` to ``MOST_TOKENS``.
     """
     expected = f"a positive whole number of tokens{f', at least {least}' if least > 1 else ''}"
-    if not isinstance(value, numbers.Integral) or isinstance(value, bool):
-        raise InvalidParameterError(f"{name} must be {expected}, found {shown(value)}.")
-    tokens = int(value)
-    require(tokens >= least, name, value, expected)
-    require(tokens <= MOST_TOKENS, name, value, f"at most {MOST_TOKENS:,} tokens")
-    return tokens
+    is_whole = isinstance(value, numbers.Integral) and not isinstance(value, bool)
+    require(is_whole and int(value) >= least, name, value, expected)
+    require(int(value) <= MOST_TOKENS, name, value, f"at most {MOST_TOKENS:,} tokens")
+    return int(value)
 
 
 def checked_rows(method: str, rows: int) -> int:

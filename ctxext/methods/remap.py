@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -242,9 +242,6 @@ class RemapMethod(RopeMethod):
 
     def frequencies(self, rope: RopeSpec, length: int) -> Frequencies:
         return Frequencies(plain_inv_freq(rope))
-
-    def rope_parameters(self, rope: RopeSpec) -> dict[str, Any] | None:
-        return None
 
 
 def near_and_far(window: int, rope: RopeSpec, *, exact: bool) -> tuple[Band, Band]:

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import torch
 
 from ctxext.methods.base import RopeMethod
-from ctxext.methods.formulas import as_longrope, plain_inv_freq
+from ctxext.methods.formulas import plain_inv_freq
 from ctxext.methods.parameters import Range, require
 from ctxext.spec import Frequencies, RopeSpec
 
@@ -44,7 +44,7 @@ class Table(RopeMethod):
         return Frequencies(torch.tensor(self.inv_freq, dtype=torch.float64, device="cpu"), self.attention_scale)
 
     def rope_parameters(self, rope: RopeSpec) -> dict[str, Any]:
-        return as_longrope(rope, self.frequencies(rope, rope.trained_length), self.factor)
+        return self.as_longrope(rope)
 
     @classmethod
     def example(cls, rope: RopeSpec) -> Table:

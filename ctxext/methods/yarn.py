@@ -11,7 +11,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from ctxext.methods.base import RopeMethod
-from ctxext.methods.formulas import as_longrope, blend, clipped, index_that_turns, turns_ramp
+from ctxext.methods.formulas import blend, clipped, index_that_turns, turns_ramp
 from ctxext.methods.parameters import Range, require
 from ctxext.spec import Frequencies, RopeSpec
 
@@ -100,7 +100,7 @@ class YaRN(RopeMethod):
 
     def rope_parameters(self, rope: RopeSpec) -> dict[str, Any]:
         if self.ramp != "index" or self.blend != "frequency" or self.clip is not None:
-            return as_longrope(rope, self.frequencies(rope, rope.trained_length), self.factor)
+            return self.as_longrope(rope)
         above = math.nextafter(self.stretch, math.inf)  # where rounding alone keeps the product below the target
         parameters: dict[str, Any] = {
             "rope_type": "yarn",
@@ -108,15 +108,9 @@ class YaRN(RopeMethod):
             "factor": max(self.stretch, above, key=lambda factor: math.floor(factor * rope.trained_length)),
             "original_max_position_embeddings": rope.trained_length,
         }
-        optional = {
-            "beta_fast": None if self.beta_fast == 32 else self.beta_fast,
-            "beta_slow": None if self.beta_slow == 1 else self.beta_slow,
-            "truncate": None if self.truncate else False,
-            "attention_factor": self.attention_factor,
-            "mscale": self.mscale,
-            "mscale_all_dim": self.mscale_all_dim,
-        }
-        return parameters | {key: value for key, value in optional.items() if value is not None}
+        optional = ("beta_fast", "beta_slow", "truncate", "attention_factor", "mscale", "mscale_all_dim")
+        given = {name: getattr(self, name) for name in optional}
+        return parameters | {name: value for name, value in given.items() if value != getattr(YaRN, name)}
 
     def for_latent_attention(self) -> YaRN:
         plain = self.attention_factor is None and self.mscale is None and self.clip is None
