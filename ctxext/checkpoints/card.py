@@ -16,7 +16,7 @@ from huggingface_hub import RepoCard
 from transformers import PreTrainedModel
 
 from ctxext.checkpoints.export import exports_of
-from ctxext.core.saved import describe_saved, saved_sides
+from ctxext.core.saved import describe_saved, extensions_in
 from ctxext.errors import CheckpointError
 from ctxext.methods import known_methods
 
@@ -59,7 +59,7 @@ def write_card(
     section = "\n\n".join(filter(None, [BEGIN, "## Longer context", *sections, END]))
     before, after = (part.strip("\n") for part in (*MARKED.split(card.text, maxsplit=1), "")[:2])
     card.text = "\n\n".join(filter(None, [before or f"# {name}", section, after])) + "\n"
-    methods = {side["method"]["method"] for side in saved_sides(saved).values() or (saved,)}
+    methods = {side["method"]["method"] for side in extensions_in(saved).values()}
     tags = card.data.get("tags") or []
     others = [tag for tag in ([tags] if isinstance(tags, str) else tags) if tag not in {"ctxext", *known_methods()}]
     card.data["tags"] = [*others, "ctxext", *sorted(methods)]

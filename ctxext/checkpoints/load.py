@@ -49,10 +49,10 @@ from ctxext.core.saved import (
     checked_extension,
     differences,
     extended_texts,
+    extensions_in,
     plain_config,
     saved_extension,
     saved_sides,
-    version_of,
     without_guard,
 )
 from ctxext.core.scaling import same_rope
@@ -515,9 +515,10 @@ def attached(model: PreTrainedModel, place: str, attention: str | None = None) -
     if not different and lengths[0] != lengths[1]:
         different = f"target_length {lengths[0]} there, {lengths[1]} here"
     if different:
+        version = next(iter(extensions_in(saved).values()))["versions"]["ctxext"]
         raise VerificationError(
             f"The extension restored from {place} is not the one that was saved: {different}. Either its config.json "
-            f"was changed by hand, or ctxext {version_of(saved)} that saved it computed otherwise."
+            f"was changed by hand, or ctxext {version} that saved it computed otherwise."
         )
     for text, rope in zip(extended_texts(model.config), ropes, strict=True):
         if not same_rope(getattr(text, "rope_parameters", None), rope):

@@ -31,7 +31,7 @@ from ctxext.core.old_form import put_old_form
 from ctxext.core.patching import require_own_config
 from ctxext.core.rebuild import own_defaults
 from ctxext.core.rotary import find_places, require_as_configured
-from ctxext.core.saved import extended_texts, saved_sides
+from ctxext.core.saved import extended_texts, extensions_in
 from ctxext.core.subject import Subject
 from ctxext.errors import CheckpointError, CtxextError, InvalidParameterError, PatchStateError
 from ctxext.files import StrPath, whole_files
@@ -219,7 +219,7 @@ def _publish(place: Path, files: list[str], hub: dict[str, Any]) -> None:
 @own_defaults()
 def _require_unchanged(subject: Subject) -> None:
     """Raise ``PatchStateError`` where the positions of an extended model no longer agree with its config."""
-    for name, side in saved_sides(subject.config.ctxext).items() or [("", subject.config.ctxext)]:
+    for name, side in extensions_in(subject.config.ctxext).items():
         part = subject.sides[name] if name else subject
         architecture = find_architecture(part)
         is_rotary = architecture is not None and architecture.positions == "rotary"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import errno
 import os
 import secrets
@@ -40,9 +41,11 @@ from ctxext.checkpoints.source import (
     read_tokenizer,
     refuse_source,
 )
+from ctxext.core.edits import Edits
+from ctxext.core.old_form import put_old_form
 from ctxext.core.patching import describe, patch
 from ctxext.core.rebuild import restoring
-from ctxext.core.saved import describe_saved, extended_texts, saved_method, with_old_form
+from ctxext.core.saved import describe_saved, extended_texts, saved_method
 from ctxext.core.scaling import same_rope, stated_length
 from ctxext.core.subject import text_of
 from ctxext.errors import (
@@ -319,6 +322,13 @@ def _write_weights(
     load(source, method, dtype=contents.dtype, **arguments).save_pretrained(target)
     contents.others = [path for path in contents.others if not path.name.endswith(".safetensors.index.json")]
     contents.left_out += sorted(contents.tensors.keys() - contents.read - {path.name for path in contents.unread})
+
+
+def with_old_form(config: Any) -> Any:
+    """Return a copy of an extended config with the fields of transformers 4 that its class reads too."""
+    copied = copy.deepcopy(config)
+    put_old_form(extended_texts(copied), Edits())
+    return copied
 
 
 def _write_small_files(source: Path, target: Path, contents: Contents, extended: Any) -> tuple[list[str], list[str]]:

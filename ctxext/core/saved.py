@@ -18,8 +18,7 @@ import torch
 import transformers
 from packaging.version import Version
 
-from ctxext.core.edits import Edits
-from ctxext.core.old_form import drop_old_form, put_old_form
+from ctxext.core.old_form import drop_old_form
 from ctxext.core.scaling import REFUSALS, scaling_of
 from ctxext.core.subject import SIDES, Subject, field_of, text_of
 from ctxext.errors import CheckpointError, IncompatibleError, PatchStateError
@@ -37,29 +36,13 @@ SIDES_FORMAT = 2
 # What no logit depends on: who wrote it, how it was found (``ctxext choose``) and how it is expressed, what to tell a
 # user, how to undo it, which of several exact kernels computes it, and what follows from the rest. Whatever else a
 # saved form holds, now or later, counts.
-NOT_IDENTITY = (
-    "format",
-    "versions",
-    "stored_as",
-    "stock",
-    "notes",
-    "original",
-    "attention",
-    "target_length",
-    "chosen",
-)
+NOT_IDENTITY = ("format", "versions", "stored_as", "stock", "notes", "original", "attention", "target_length", "chosen")
 # What later code relies on; a file may have been damaged, or changed by hand.
-KINDS = {
-    "method": dict,
-    "versions": dict,
-    "original": dict,
+KINDS: dict[str, type] = {
+    **dict.fromkeys(("method", "versions", "original", "sides"), dict),
+    **dict.fromkeys(("fingerprint", "stored_as", "place"), str),
+    **dict.fromkeys(("trained_length", "target_length"), int),
     "notes": list,
-    "fingerprint": str,
-    "stored_as": str,
-    "sides": dict,
-    "place": str,
-    "trained_length": int,
-    "target_length": int,
 }
 
 # A guard keeps programs without ctxext out of a checkpoint whose config has no field about its extension. It is a
@@ -108,10 +91,9 @@ def saved_sides(saved: dict[str, Any]) -> dict[str, dict[str, Any]]:
     return {name: sides[name] for name in SIDES if name in sides}  # in files they are sorted by the alphabet
 
 
-def version_of(saved: dict[str, Any]) -> str:
-    """Return the version of ctxext that wrote an extension."""
-    first = next(iter(saved_sides(saved).values()), saved)
-    return str(first["versions"]["ctxext"])
+def extensions_in(saved: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """Return the extension of each side by its name, or that of a whole model under the empty name."""
+    return saved_sides(saved) or {"": saved}
 
 
 def arguments_of(
@@ -142,7 +124,7 @@ def arguments_over(
         PatchStateError: the trained length is missing or no length of that extension; or only ctxext computes what
             should be kept.
     """
-    parts = saved_sides(saved) or {"": saved}
+    parts = extensions_in(saved)
     reach, known, given = saved["target_length"], saved["trained_length"], arguments.trained_length
     # A user whose weights were trained with the extension passes its reach as the length, or only a ``scaling``.
     goes_on = given == reach != known or (given is None and arguments.scaling is not None)
@@ -304,7 +286,7 @@ def choices(saved: dict[str, Any], attention: str | None = None) -> dict[str, An
 def plain_config(config: Any, saved: dict[str, Any]) -> Any:
     """Return a copy of a config as it was before the extension ``saved`` was written into it."""
     plain = copy.deepcopy(config)
-    for text, extension in zip(extended_texts(plain), saved_sides(saved).values() or [saved], strict=True):
+    for text, extension in zip(extended_texts(plain), extensions_in(saved).values(), strict=True):
         drop_old_form(text)
         try:
             for name, value in extension["original"].items():
@@ -326,10 +308,9 @@ def already_extended(config: Any) -> str | None:
     """Say in a few words how a config is already extended; None for a plain config."""
     saved = getattr(config, "ctxext", None)
     if saved:
-        parts = {f"{name}: ": side for name, side in saved_sides(saved).items()} or {"": saved}
         return "; ".join(
-            f"{prefix}ctxext {part['method']['method']}, trained_length={part['trained_length']}"
-            for prefix, part in parts.items()
+            f"{name and f'{name}: '}ctxext {part['method']['method']}, trained_length={part['trained_length']}"
+            for name, part in extensions_in(saved).items()
         )
     scaling = scaling_of(config)
     return None if scaling is None else str(scaling)
@@ -354,10 +335,3 @@ def without_guard(config: Any) -> None:
     """Replace guards in a config by the original numbers, in place."""
     for name in [name for name, value in vars(config).items() if value == GUARD]:
         setattr(config, name, config.ctxext["original"][name])
-
-
-def with_old_form(config: Any) -> Any:
-    """Return a copy of an extended config with the fields of transformers 4 that its class reads too."""
-    copied = copy.deepcopy(config)
-    put_old_form(extended_texts(copied), Edits())
-    return copied

@@ -21,7 +21,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from ctxext.core.architecture import CHECKS
 from ctxext.core.code import source_of_home
 from ctxext.core.rebuild import FAILURES
-from ctxext.core.saved import extended_texts, saved_extension, saved_method, saved_sides
+from ctxext.core.saved import extended_texts, extensions_in, saved_extension, saved_method
 from ctxext.core.scaling import (
     CHUNKED,
     FOREIGN_KEYS,
@@ -139,7 +139,7 @@ def check_config(config: Any, place: str) -> None:
             raise CheckpointError(f"The config of {place} has {field}={shown(value)}{where}; it should be {wanted}.")
 
     saved = saved_extension(config, place)
-    for extension in () if saved is None else saved_sides(saved).values() or [saved]:
+    for extension in () if saved is None else extensions_in(saved).values():
         saved_method(extension)
     named = config.architectures
     is_list = isinstance(named, list) and all(isinstance(name, str) for name in named)

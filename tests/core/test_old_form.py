@@ -20,10 +20,9 @@ from transformers import AutoModelForCausalLM, GPTNeoXForCausalLM, LlamaForCausa
 import ctxext
 from ctxext.checkpoints.load import extended_config
 from ctxext.checkpoints.source import read_any_config
-from ctxext.checkpoints.write import patch_checkpoint
+from ctxext.checkpoints.write import patch_checkpoint, with_old_form
 from ctxext.core.old_form import OLD_GUARD
 from ctxext.core.rotary import find_sites
-from ctxext.core.saved import with_old_form
 from ctxext.core.subject import Subject
 from ctxext.errors import CheckpointError
 from ctxext.methods import METHODS, RopeMethod
