@@ -6,6 +6,7 @@ import functools
 import json
 import os
 import re
+from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,7 +24,7 @@ from ctxext.checkpoints.gguf_file import GGUFFile
 from ctxext.checkpoints.gguf_positions import read_positions
 from ctxext.core.old_form import OLD_GUARD
 from ctxext.core.saved import checked_extension
-from ctxext.core.subject import parts_of, path_to, text_of
+from ctxext.core.subject import path_to, text_of
 from ctxext.errors import CheckpointError, CtxextError, unwritable
 from ctxext.files import (
     OTHER_WEIGHTS,
@@ -165,13 +166,21 @@ def read_any_config(
     return config
 
 
+def _parts_of(config: Any) -> Iterator[Any]:
+    """Yield the configs of the parts of a model, at any depth."""
+    for value in list(vars(config).values()):
+        if isinstance(value, PreTrainedConfig):
+            yield value
+            yield from _parts_of(value)
+
+
 def _lift_extension(config: Any, place: str) -> None:
     """Take the extension of a text part that was extended alone, and saved in its model, for the model's.
 
     Raises:
         CheckpointError: another part was extended in a way that only ctxext computes.
     """
-    for part in parts_of(config) if getattr(config, "ctxext", None) is None else ():
+    for part in _parts_of(config) if getattr(config, "ctxext", None) is None else ():
         if (saved := getattr(part, "ctxext", None)) is None:
             continue
         saved = checked_extension(saved, place)

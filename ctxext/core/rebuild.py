@@ -37,18 +37,8 @@ COPIES = re.compile(r"\.(original_module|modules_to_save\.[^.]+)(?![^.])")
 
 # Errors that a model's own code may raise when it is called in a way that its authors did not expect.
 FAILURES = (
-    ArithmeticError,
-    AssertionError,
-    AttributeError,
-    ImportError,
-    LookupError,
-    NameError,
-    OSError,
-    RuntimeError,
-    StopIteration,
-    SyntaxError,
-    TypeError,
-    ValueError,
+    *(ArithmeticError, AssertionError, AttributeError, ImportError, LookupError, NameError, OSError, RuntimeError),
+    *(StopIteration, SyntaxError, TypeError, ValueError),
 )
 
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 import functools
 import inspect
 import itertools
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -200,14 +199,6 @@ def field_of(config: Any, name: str) -> tuple[Any, str]:
     """Return the part of a config, or of a model, that holds what a dotted name says, and the last part of the name."""
     *path, leaf = name.split(".")
     return functools.reduce(getattr, path, config), leaf
-
-
-def parts_of(config: Any) -> Iterator[Any]:
-    """Yield the configs of the parts of a model, at any depth."""
-    for value in list(vars(config).values()):
-        if isinstance(value, PreTrainedConfig):
-            yield value
-            yield from parts_of(value)
 
 
 def path_to(config: Any, part: Any) -> list[str]:

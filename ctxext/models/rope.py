@@ -24,14 +24,14 @@ from ctxext.core.rotary import (
     survey,
 )
 from ctxext.core.saved import guarded_field
-from ctxext.core.scaling import Scaling, of_layers, scaling_of, stated_window
+from ctxext.core.scaling import Scaling, of_layers, scaling_of
 from ctxext.core.stored_form import StoredForm, checked_lengths, find_stored_form
 from ctxext.core.subject import Subject
 from ctxext.errors import IncompatibleError, VerificationError
 from ctxext.methods import BiasMethod, Method, RopeMethod
 from ctxext.methods.encoding import EncodingMethod
 from ctxext.methods.remap import RemapMethod
-from ctxext.models.windows import window_fields, window_note
+from ctxext.models.windows import stated_window, window_fields, window_note
 from ctxext.rope_types import GUARD
 from ctxext.spec import Extension, ExtensionArguments, RopeSpec
 
