@@ -154,15 +154,14 @@ class ExtensionInConfig:
         return self.rope_type in STOCK_TYPES
 
     @property
-    def length_note(self) -> str | None:
-        """Note about the length to serve; None if the config leaves no doubt."""
-        if not self.windows:
-            return None
-        return (
+    def length_notes(self) -> list[str]:
+        """Note about the length to serve; none if the config leaves no doubt."""
+        note = (
             f"This config does not say which length its weights were trained for: "
             f"{' or '.join(map(str, self.windows))} tokens. Runtimes take {self.target_length}; "
             f"serve less if the weights were trained for less."
         )
+        return [note] if self.windows else []
 
     @property
     def loses_factor(self) -> bool:

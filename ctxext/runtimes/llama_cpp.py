@@ -120,8 +120,7 @@ def in_file(extended: ExtensionInConfig) -> Export:
             f"get flags instead."
         )
     notes, exact = _differences(extended)
-    if extended.length_note:
-        notes.append(extended.length_note)
+    notes += extended.length_notes
     if abs(extended.scale - 1) > 1e-6:
         notes.append(
             "Leave llama-server's --context-shift off: it would multiply shifted keys by the attention factor once "
@@ -197,8 +196,7 @@ def _by_flags(extended: ExtensionInConfig, line: JsonObject) -> Export:
     notes, exact = _losses(extended)
     if not proven:
         notes.append(why)
-    if extended.length_note:
-        notes.append(extended.length_note)
+    notes += extended.length_notes
     if extended.unsaid:
         by_flags = verdict(line, _form(extended), from_original=True)[0] is not False
         notes.insert(0, _UNCONVERTED if by_flags else _CONVERT_FIRST)

@@ -62,7 +62,7 @@ class MlxLm(Runtime):
             f"config.json is enough, up to {extended.target_length} tokens, if ctxext patch or ctxext.save wrote it; "
             f"on a config.json of save_pretrained alone, mlx-lm may stop. mlx-lm has no limit of its own."
         ]
-        notes += [note for note in (why, extended.length_note) if note]
+        notes += [*([why] if why else []), *extended.length_notes]
         return self.serving(extended, notes=notes, exact=why is None)
 
 

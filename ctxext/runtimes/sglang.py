@@ -55,7 +55,7 @@ class SGLang(Runtime):
         _refuse(extended)
         extended = with_whole_table(extended)
         rope, overrides = extended.rope, dict(extended.unsaid)
-        notes, exact = [extended.length_note] if extended.length_note else [], True
+        notes, exact = extended.length_notes, True
         if extended.rope_type == "dynamic":
             overrides["max_position_embeddings"] = extended.trained_length
             notes.append(

@@ -289,7 +289,7 @@ CLASSES: dict[str, Callable[[ExtensionInConfig], str | None]] = {
 
 
 def _notes(extended: ExtensionInConfig) -> list[str]:
-    notes = [extended.length_note] if extended.length_note else []
+    notes = extended.length_notes
     read_late = [key for key in ("attention_factor", "mscale", "mscale_all_dim") if extended.rope.get(key) is not None]
     if extended.rope_type == "yarn" and read_late:
         notes.append(

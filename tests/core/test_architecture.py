@@ -91,7 +91,7 @@ def test_every_part_reads_the_length_that_a_form_means(name: str, written: Writt
     if scaling is not None:
         extended = read_extended(config)
         times = 2 if name == "dynamic" else 1  # which a runtime stretches further than its weights were trained
-        assert (extended.target_length, extended.length_note) == (times * window, None)
+        assert (extended.target_length, extended.length_notes) == (times * window, [])
         with pytest.raises(PatchStateError, match=rf"trained_length={window}\b"):
             ctxext.patch(model, "yarn", factor=2)
     if name != "Phi-3":  # whose class takes no other form than longrope; that is another test's
@@ -122,8 +122,8 @@ def test_a_form_that_means_two_lengths_is_asked_about(name: str, written: Writte
     assert reach_of(config) is None
     assert trained_length_of(Subject.of(model)) is None
     extended: ExtensionInConfig = read_extended(config)
-    assert extended.length_note is not None
-    assert all(str(window) in extended.length_note for window in windows)
+    (note,) = extended.length_notes
+    assert all(str(window) in note for window in windows)
     with pytest.raises(PatchStateError, match=rf"trained_length={windows[0]} or trained_length={windows[1]}\b"):
         ctxext.patch(model, "yarn", factor=2)
     with pytest.raises(InvalidParameterError, match="does not state the trained length"):
