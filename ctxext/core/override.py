@@ -57,8 +57,7 @@ class ForwardOverride:
 @functools.cache
 def _signature(forward: Any) -> inspect.Signature:
     """Return the signature of a method, without ``self``."""
-    full = inspect.signature(forward)
-    return full.replace(parameters=list(full.parameters.values())[1:])
+    return inspect.signature(forward.__get__(object()))
 
 
 @dataclass

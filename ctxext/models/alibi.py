@@ -125,9 +125,8 @@ class AlibiArchitecture(Architecture):
             edits.set_unchecked(config, GUARDED_FIELD, GUARD)
         edits.set(config, "_attn_implementation_internal", ATTENTION)
         for module in list(subject.model.modules()):
-            if module is subject.model or isinstance(
-                module, self.decoder_class
-            ):  # heads of transformers do not pass position_ids on
+            # The whole too: heads of transformers do not pass position_ids on.
+            if module is subject.model or isinstance(module, self.decoder_class):
                 edits.set(module, "forward", PositionedForward.around(module))
             elif isinstance(module, self.attention_class):
                 if cache_argument(module) is None:  # its new forward would miss the cache

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import hashlib
 from dataclasses import replace
 from typing import Any
 
@@ -28,10 +27,11 @@ from ctxext.core.scaling import Scaling, of_layers, scaling_of
 from ctxext.core.stored_form import StoredForm, checked_lengths, find_stored_form
 from ctxext.core.subject import Subject
 from ctxext.errors import IncompatibleError, VerificationError
+from ctxext.files import digest
 from ctxext.methods import BiasMethod, Method, RopeMethod
 from ctxext.methods.encoding import EncodingMethod
 from ctxext.methods.remap import RemapMethod
-from ctxext.models.windows import stated_window, window_fields, window_note
+from ctxext.models.windows import window_fields, window_note
 from ctxext.rope_types import GUARD
 from ctxext.spec import Extension, ExtensionArguments, RopeSpec
 
@@ -69,8 +69,7 @@ class Rope(Architecture):
         target = method.target_length(trained_length)
         if layers.both_ways:
             _require_order(subject, method, sites[0].spec)
-        has_window = request.sliding_window is not None or stated_window(text) is not None
-        windows = window_fields(text, request.sliding_window, target) if has_window else {}
+        windows = window_fields(text, request.sliding_window, target)
         if isinstance(method, RemapMethod):
             from ctxext.attention.remapped_layers import install_pieces, require_remappable
 
@@ -149,13 +148,11 @@ def _require_order(subject: Subject, method: RopeMethod, spec: RopeSpec) -> None
 
 def fingerprint(method: RopeMethod, spec: RopeSpec) -> str:
     """Return 12 hexadecimal digits of a hash of the frequencies at the target length."""
-    frequencies = method.frequencies(spec, method.target_length(spec.trained_length))
-    digest = hashlib.sha256(frequencies.inv_freq.float().numpy().tobytes())
-    digest.update(repr(round(frequencies.attention_scale * spec.attention_scale, 9)).encode())
-    if isinstance(method, RemapMethod):
-        for part in method.parts(spec, method.target_length(spec.trained_length)):
-            digest.update(repr(part).encode())
-    return digest.hexdigest()[:12]
+    target = method.target_length(spec.trained_length)
+    frequencies = method.frequencies(spec, target)
+    parts = [repr(round(frequencies.attention_scale * spec.attention_scale, 9))]
+    parts += map(repr, method.parts(spec, target)) if isinstance(method, RemapMethod) else []
+    return digest(frequencies.inv_freq.float().numpy().tobytes() + "".join(parts).encode())
 
 
 def _prove(subject: Subject, form: StoredForm) -> None:
@@ -224,8 +221,8 @@ def _notes(text: Any, form: StoredForm, layers: Layers) -> tuple[str, ...]:
     if sites[0].layer_type is not None:
         kinds = ", ".join(sorted({str(site.layer_type) for site in sites}))
         notes.append(f"Positions differ by layer type; extended: {kinds}.")
-    window = None if stated_window(text) is None else window_note(text, method.target_length(spec.trained_length))
-    notes += [window] if window else []
+    if window := window_note(text, method.target_length(spec.trained_length)):
+        notes.append(window)
     if layers.failure:
         notes.append(
             f"ctxext cannot tell which layers rotate: {UNSEEN.format(layers.failure)} The config names no layers "
