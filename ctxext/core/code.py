@@ -11,6 +11,7 @@ import functools
 import inspect
 import re
 import sys
+from collections import ChainMap
 from collections.abc import Callable, Iterator
 from types import CodeType
 from typing import Any
@@ -36,10 +37,7 @@ def _is_of_a_model(home: str) -> bool:
 
 def names_of(kind: type) -> dict[str, Any]:
     """Return the names in the modules of a class and of its bases; names of the class take precedence."""
-    names: dict[str, Any] = {}
-    for base in own_bases(kind):
-        names = {**vars(sys.modules[base.__module__]), **names}
-    return names
+    return dict(ChainMap(*(vars(sys.modules[base.__module__]) for base in own_bases(kind))))
 
 
 _ANY_OF = or_masks(causal_mask_function).__code__

@@ -60,7 +60,8 @@ class Patched:
     def saved_form(self) -> dict[str, Any]:
         """Build what ``config.ctxext`` holds."""
         each = {
-            name: (part.subject.place, saved_form(part.method, part.extension)) for name, part in self.sides.items()
+            name: saved_form(part.method, part.extension) | {"place": part.subject.place}
+            for name, part in self.sides.items()
         }
         return saved_sides_form(each) if each else saved_form(self.method, self.extension)
 

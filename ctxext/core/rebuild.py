@@ -44,12 +44,9 @@ FAILURES = (
 
 @contextlib.contextmanager
 def running(code: type) -> Iterator[None]:
-    """Turn errors of a model's rotary class into a refusal, while that class is built or called.
+    """Turn errors of a model's rotary class into an ``IncompatibleError``, while that class is built or called.
 
     Keep ctxext's own code out of the block, so that a defect of ctxext is not reported as one of the model.
-
-    Raises:
-        IncompatibleError: if the class raises one of ``FAILURES``.
     """
     try:
         yield
@@ -88,8 +85,7 @@ class Rebuild:
     alone changes the live model.
 
     Raises:
-        AttributeError, KeyError, ValueError, TypeError, StrictDataclassError: ``REFUSALS``, if the config's class
-            does not accept the fields.
+        REFUSALS: if the config's class does not accept the fields.
     """
 
     def __init__(self, subject: Subject, fields: dict[str, Any] | None = None) -> None:
@@ -118,11 +114,7 @@ class Rebuild:
         return self.whole.get_submodule(path).config
 
     def rotary(self, path: str) -> nn.Module:
-        """Build the rotary module at ``path`` on the CPU, in float32, with its real numbers.
-
-        Raises:
-            IncompatibleError: if its class cannot be built from a config.
-        """
+        """Build the rotary module at ``path`` on the CPU, in float32, with its real numbers; see ``running``."""
         kind, config = type(self.subject.model.get_submodule(path)), copy.deepcopy(self.rotary_config(path))
         with torch.device("cpu"), restoring(), running(kind):
             built: nn.Module = kind(config=config)
@@ -179,15 +171,14 @@ class Rebuild:
 def without_weights(kind: type[PreTrainedModel], config: Any) -> PreTrainedModel:
     """Build a class of models from a copy of ``config`` on the meta device.
 
-    The copy has dtypes as ``from_pretrained`` sets them, instead of the names that ``save_pretrained`` leaves: the
-    activation of Apertus makes a tensor of the config's dtype. The dtypes of sub-configs are removed, or a part would
-    be built in that dtype, and the rest in another.
+    The copy has dtypes as ``from_pretrained`` sets them, instead of the names that ``save_pretrained`` leaves (Apertus
+    makes a tensor of it). Sub-configs have none, or a part would be built in another dtype than the rest.
     """
     config = copy.deepcopy(config)
     for name in config.sub_configs:
         if getattr(config, name, None) is not None:
             getattr(config, name).dtype = None
-    for part in {id(part): part for part in (config, text_of(config))}.values():
+    for part in (config, text_of(config)):
         if isinstance(dtype := vars(part).get("dtype"), str):
             part.dtype = getattr(torch, dtype)
     with torch.inference_mode(False), on_meta():

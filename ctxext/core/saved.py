@@ -74,15 +74,11 @@ def saved_form(chosen: Method, extension: Extension) -> dict[str, Any]:
     return {"format": FORMAT, "method": chosen.to_dict(), **saved, "versions": versions}
 
 
-def saved_sides_form(sides: dict[str, tuple[str, dict[str, Any]]]) -> dict[str, Any]:
-    """Return the ``config.ctxext`` of an encoder-decoder.
-
-    Each side, the encoder first, has its saved form, and the place of its config in the whole config.
-    """
-    held = {name: saved | {"place": place} for name, (place, saved) in sides.items()}
-    first = next(iter(held.values()))
+def saved_sides_form(sides: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """Return the ``config.ctxext`` of an encoder-decoder, from the form and place of each side, the encoder first."""
+    first = next(iter(sides.values()))
     lengths = {name: first[name] for name in ("trained_length", "target_length")}  # of the text that is read
-    return {"format": SIDES_FORMAT, **lengths, "sides": held}
+    return {"format": SIDES_FORMAT, **lengths, "sides": sides}
 
 
 def saved_sides(saved: dict[str, Any]) -> dict[str, dict[str, Any]]:

@@ -105,6 +105,7 @@ class Buckets(Architecture):
         _prove(Rebuild(subject), spec, old)
         _prove(rebuild, spec, new)
         sharper = _divided(subject, method.temperature) if method.temperature != 1 else {}
+        at = f" at {method.temperature!r}" if method.temperature != 1 else ""
         rebuild.apply(edits)
         edits.replace_weights(subject.model, sharper)
         follow_fields(subject.model, rebuild.whole, fields, edits)
@@ -117,7 +118,7 @@ class Buckets(Architecture):
             target_length=target,
             stored_as=f"stock {FIELD} {old} -> {new}" + (", and weights of self-attention" if sharper else ""),
             stock=True,
-            fingerprint=_fingerprint(spec, new, method.temperature),
+            fingerprint=digest(f"{spec.buckets} buckets to {new}{at}"),
             notes=_notes(spec, new, method.temperature),
             original=original,
         )
@@ -276,11 +277,6 @@ def _divided(subject: Subject, temperature: float) -> dict[str, Tensor]:
 def _temperature_in(saved: JsonObject | None) -> float:
     """Return the temperature that a saved extension has put into the weights; 1 for none."""
     return float((saved or {}).get("method", {}).get("temperature", 1.0))
-
-
-def _fingerprint(spec: BucketSpec, max_distance: int, temperature: float) -> str:
-    form = f"{spec.buckets} buckets to {max_distance}" + (f" at {temperature!r}" if temperature != 1 else "")
-    return digest(form)
 
 
 def _notes(spec: BucketSpec, max_distance: int, temperature: float) -> tuple[str, ...]:

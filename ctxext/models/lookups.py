@@ -86,9 +86,7 @@ def lookups(twin: PreTrainedModel, name: str, text: list[int], *, only_first: bo
         both = {"input_ids": tokens[:, -1:].expand(1, TOKENS), BOTH_SIDES: tokens}
         for texts in [both] if two else ({"input_ids": tokens} | more for more in _encoder_states(reader)):
             watch = _Lookups(table_of(twin, name), only_first)
-            behind = contextlib.suppress(
-                _Enough, *FAILURES, NotImplementedError
-            )  # errors after the lookup do not matter
+            behind = contextlib.suppress(_Enough, *FAILURES)  # errors after the lookup do not matter
             with behind, torch.inference_mode(False), torch.no_grad(), watch:
                 reader(**texts)
             if watch.rows:
