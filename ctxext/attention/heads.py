@@ -28,7 +28,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
 from ctxext.attention.attend import LayerCall, attention_function
 from ctxext.attention.engines import RemapAttend
-from ctxext.core.digest import is_shared_out, sample
+from ctxext.caches.digest import is_shared_out, sample
 from ctxext.core.edits import Edits
 from ctxext.core.patching import patched_state
 from ctxext.core.rebuild import FAILURES

@@ -27,9 +27,9 @@ from transformers.cache_utils import (
     StaticLayer,
 )
 
+from ctxext.caches.digest import weights_digest
 from ctxext.caches.held import HeldLayer, Reach
 from ctxext.caches.records import guards_of, plain_class
-from ctxext.core.digest import weights_digest
 from ctxext.core.saved import identity
 from ctxext.core.scaling import rope_follows_length
 from ctxext.core.subject import Subject

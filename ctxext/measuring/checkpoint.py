@@ -20,12 +20,12 @@ from torch import nn
 from transformers import AutoModelForCausalLM, AutoModelForMaskedLM
 from transformers.utils import logging as transformers_logging
 
+from ctxext.caches.digest import weights_digest
 from ctxext.checkpoints.adapters import base_of, is_adapter
 from ctxext.checkpoints.bundled import default_checkpoint
 from ctxext.checkpoints.classes import meta_model, require_class, require_language_model
 from ctxext.checkpoints.load import attached, load_saved
 from ctxext.checkpoints.source import checked_path, gguf_inside, read_any_config, read_tokenizer
-from ctxext.core.digest import weights_digest
 from ctxext.core.saved import saved_extension
 from ctxext.core.subject import Subject
 from ctxext.errors import (

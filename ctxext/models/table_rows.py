@@ -20,7 +20,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from ctxext.core.digest import is_zero3
+from ctxext.caches.digest import is_zero3
 from ctxext.core.edits import Edits
 from ctxext.core.old_form import drop_old_form
 from ctxext.core.rebuild import Unfilled, reread, restoring

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from ctxext.caches.digest import is_zero3
 from ctxext.caches.records import ATTENTION
-from ctxext.core.digest import is_zero3
 from ctxext.core.patching import patched_state
 from ctxext.core.scaling import of_layers
 from ctxext.core.subject import Subject

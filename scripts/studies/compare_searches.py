@@ -45,8 +45,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenize
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 
+from ctxext.caches.digest import weights_digest
 from ctxext.choosing.candidates import grid
-from ctxext.core.digest import weights_digest
 from ctxext.core.patching import patched
 from ctxext.core.rotary import find_sites
 from ctxext.core.subject import Subject

@@ -15,7 +15,7 @@ from torch import Tensor
 
 import ctxext
 from ctxext.attention.heads import HeadScores, heads, induction_scores, retrieval_share
-from ctxext.core.digest import weights_digest
+from ctxext.caches.digest import weights_digest
 from ctxext.core.subject import Subject
 from ctxext.errors import IncompatibleError, InvalidParameterError, PatchStateError
 from ctxext.files import digest

@@ -24,9 +24,9 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 from typer.testing import CliRunner
 
 import ctxext
+from ctxext.caches.digest import weights_digest
 from ctxext.checkpoints.write import patch_checkpoint
 from ctxext.cli.app import app
-from ctxext.core.digest import weights_digest
 from ctxext.core.subject import Subject
 from ctxext.errors import CheckpointError, IncompatibleError
 from ctxext.measuring.checkpoint import Checkpoint, load_checkpoint

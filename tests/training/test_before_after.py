@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 import ctxext
-from ctxext.core.digest import weights_digest
+from ctxext.caches.digest import weights_digest
 from ctxext.errors import IncompatibleError, InvalidParameterError
 from ctxext.measuring.checkpoint import Checkpoint, load_checkpoint
 from ctxext.measuring.loss import loss_by_position, truncated_loss

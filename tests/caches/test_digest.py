@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 import ctxext
-from ctxext.core.digest import _adapters_in_use, weights_digest
+from ctxext.caches.digest import _adapters_in_use, weights_digest
 from tests._models import tiny
 
 
