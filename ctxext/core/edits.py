@@ -44,9 +44,8 @@ class Entry(NamedTuple):
 class Edits:
     """A journal that sets attributes and records their old values; ``undo`` restores them in reverse order.
 
-    The journal holds data, never closures: ``copy.deepcopy`` and ``pickle`` of a patched model carry it along, and
-    the copy can be undone by itself. Only ``replace_weight`` accepts parameters, so that no other edit can change
-    values of ``state_dict`` by accident. Only ``attach`` adds keys to ``state_dict``.
+    The journal holds data, never closures: copies of a patched model carry it along, and can be undone by themselves.
+    Only ``replace_weight`` changes values of ``state_dict``, and only ``attach`` adds keys to it.
     """
 
     def __init__(self) -> None:
@@ -133,10 +132,9 @@ class Edits:
         owner.add_module(name, module)
 
     def hook(self, module: nn.Module, before: Any, after: Any) -> None:
-        """Call ``before`` and ``after`` around each forward pass of a module, as torch hooks with keywords.
+        """Call ``before`` and ``after`` around each forward pass, as torch hooks with keywords, on replicas too.
 
-        A replacement of ``forward`` is bound to one module, but a hook receives the replica that runs. After a pass
-        that failed, the output that ``after`` receives is None.
+        After a pass that failed, the output that ``after`` receives is None.
         """
         self._entries.append(Entry(module, HOOKS, _Absent.ABSENT))
         for (called, *settings), function in ((BEFORE, before), (AFTER, after)):

@@ -27,9 +27,8 @@ PASS_OVER_SCALING = frozenset({"nemotron"})
 def put_old_form(texts: Iterable[Any], edits: Edits, *, of_any_type: bool = False) -> None:
     """Add the old form to the new one in the text parts of an extended config, until ``edits`` is undone.
 
-    ``of_any_type`` is set for a live model. The Trainer writes its config into checkpoints and reads it back as a plain
-    ``PreTrainedConfig``. If that class could not read both forms, a guard takes the place of the old form, and older
-    programs refuse what ``save_pretrained`` writes. A checkpoint that ctxext writes needs no such care.
+    ``of_any_type`` is set for a live model, whose config the Trainer reads back as a plain ``PreTrainedConfig``. Where
+    that class could not read both forms, a guard takes the place of the old one: older programs then refuse the file.
     """
     for text in map(text_of, texts):
         drop_old_form(text, edits)  # from an earlier extension, if the config is shared with another model
@@ -48,11 +47,10 @@ def drop_old_form(text: Any, edits: Edits | None = None) -> None:
 
 
 def old_form(text: Any, *, of_any_type: bool = False) -> dict[str, Any]:
-    """Return the old form of ``text.rope_parameters``, a guard in its place, or nothing.
+    """Return the old form of ``text.rope_parameters`` that transformers reads right, both alone and next to the new.
 
-    A form is returned only if transformers reads it correctly, both alone and next to ``rope_parameters``. Nothing is
-    returned if the config class reads no old field: such a model type came with transformers 5, and older programs do
-    not know it.
+    Without one, return a guard; or nothing if the config class reads no old field: older programs then do not know the
+    model type either.
     """
     rope = getattr(text, "rope_parameters", None)
     declared = declared_fields(text)
@@ -72,10 +70,7 @@ def old_form(text: Any, *, of_any_type: bool = False) -> dict[str, Any]:
 
 
 def _candidates(text: Any, rope: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """Yield candidates for the old form of ``rope``, if transformers 4 computes such a rope dict likewise.
-
-    The caller tries which of them the config's class reads.
-    """
+    """Yield forms of ``rope`` that some config class may read, if transformers 4 computes such a rope dict likewise."""
     has_original = getattr(text, "original_max_position_embeddings", None) is not None
     for _, parameters in rope_dicts(rope):
         kind = parameters.get("rope_type", "default")

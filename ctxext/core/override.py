@@ -65,8 +65,7 @@ class PinnedApply:
     """Replacement of ``module._apply`` that moves tensors between devices but never rounds them.
 
     ``model.bfloat16()`` would otherwise round ``inv_freq``: 0.7 rad of phase error at position 4096. No checkpoint
-    contains frequencies. On a model from the meta device, ``to_empty`` leaves them uninitialised without a word, so
-    they are computed then.
+    contains them, so they are computed where ``to_empty`` leaves them uninitialised.
     """
 
     module: nn.Module
@@ -92,8 +91,7 @@ class PinnedApply:
 class Replicating:
     """Replacement of ``module._replicate_for_data_parallel`` that binds a replica's replaced methods to the replica.
 
-    torch copies the module's ``__dict__``, and with it objects that refer to the original module. Unbound, a replica
-    would silently run the original module, with its weights and on its device.
+    torch copies the module's ``__dict__`` alone: the replica would silently run the original module, on its device.
     """
 
     module: nn.Module

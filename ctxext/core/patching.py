@@ -150,8 +150,8 @@ def extend(
 ) -> ModelT:
     """Extend a model as ``patch`` does, by the steps of every room in the order of their moments.
 
-    ``arguments`` may name the sides of an encoder-decoder, as they were saved. A side that is not named remains plain.
-    ``is_restored`` says that the arguments are those of a saved extension, which is taken as it was saved.
+    ``arguments`` may be by side of an encoder-decoder: one that is not named remains plain. ``is_restored`` says that
+    they are those of a saved extension, which is taken as it was saved.
     """
     work = Work(Subject.of(model), arguments, Edits(), is_restored=is_restored)
     base = work.subject.model
@@ -218,10 +218,7 @@ def _refuse_state(subject: Subject) -> None:
 
 
 def extend_positions(work: Work) -> None:
-    """Extend the positions of one part: turn the arguments into a method, and let the architecture apply it.
-
-    The extension that the part was saved with is taken off first: the new one replaces it.
-    """
+    """Take off the extension that a part was saved with, make the new method, and let the architecture apply it."""
     subject, given, edits = work.subject, work.arguments, work.edits
     assert isinstance(given, ExtensionArguments)  # a mapping has been taken apart
     architecture, trained_length = architecture_of(subject), given.trained_length

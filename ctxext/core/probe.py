@@ -63,8 +63,7 @@ class Layers:
 def look(model: PreTrainedModel, paths: Sequence[str]) -> Layers:
     """Run a twin of ``model`` on a few tokens without data, and return what its layers do.
 
-    The twin depends on the model's class and config alone, so results are cached by both. Trying one method after
-    another on a model of many layers would spend most of its time here otherwise.
+    The twin depends on the model's class and config alone. Results are cached by both: many methods may be tried.
     """
     try:
         key = (type(model), model.config.to_json_string(use_diff=False), tuple(paths))
@@ -156,10 +155,7 @@ def _watch(twin: nn.Module, paths: Sequence[str], marks: _Marks) -> None:
 
 
 def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
-    """Yield the tensors among arguments or results, also inside lists.
-
-    torch's own tree utilities would take as long as the rest of the probe.
-    """
+    """Yield the tensors among arguments or results, also inside lists; torch's tree utilities take much longer."""
     for value in values:
         if isinstance(value, Tensor):
             yield value
@@ -182,9 +178,8 @@ def _marks_of(tensor: Tensor) -> frozenset[str]:
 class _Marks(TorchDispatchMode):
     """Dispatch mode that carries marks from inputs of operations to outputs, and records which marks met in a layer.
 
-    Every torch operation passes through here. Its outputs get the union of the marks of its inputs, with one
-    exception: if a hidden state takes part, the running layer gets the marks, and the output is a hidden state again.
-    So a rotary mark counts in the layer that rotates queries or keys, and does not spread to later layers.
+    Outputs get the union of the marks of the inputs. But if a hidden state takes part, the running layer gets the
+    marks, and the output is a hidden state again: a rotary mark does not spread to later layers.
     """
 
     def __init__(self) -> None:
@@ -227,10 +222,7 @@ _BY_INDEX = {aten.index.Tensor, aten.index_put.default, aten.index_put_.default}
 
 
 def _answer(func: Any, args: Any, kwargs: Any) -> Any:
-    """Run an operation on meta tensors; if its result depends on data, answer as for a plain text.
-
-    ``all`` is true, ``nonzero`` and indexing by a mask find nothing, and every number is 0.
-    """
+    """Run an operation on meta tensors; where data decide, ``all`` is true, masks find nothing, and numbers are 0."""
     first = args[0]
     if func is aten._local_scalar_dense.default:
         return (bool if first.dtype is torch.bool else int)(TRUE in _marks_of(first))
@@ -261,10 +253,7 @@ def _places(index: Any) -> list[Any]:
 
 
 class _Lists(TorchFunctionMode):
-    """Function mode that turns meta tensors into Python lists of zeros; a split by zeros gives all to the last part.
-
-    It refuses the address of a meta tensor, because a kernel outside torch would be launched on it.
-    """
+    """Function mode that lists meta tensors as zeros, splits by zeros to the last part, and refuses addresses."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is Tensor.data_ptr and args[0].is_meta:

@@ -1,8 +1,7 @@
 """Rebuild a model from a changed config, on the meta device, and carry the differences over to the live model.
 
-An in-place patch must leave the model as a reload of its saved config would build it. Instead of knowing which
-attributes each of two hundred classes derives from its config, ctxext lets transformers build the model twice on the
-meta device, from the current config and from the changed one, and carries over the attributes that differ.
+A patched model must be as a reload of its saved config would build it. Instead of knowing what each of two hundred
+classes derives from its config, ctxext builds the model from the old config and from the new one, and compares.
 """
 
 from __future__ import annotations
@@ -61,11 +60,7 @@ def running(code: type) -> Iterator[None]:
 
 
 def reread(config: Any) -> Any:
-    """Return the config that a reload would read: write it to a file, and read the file with its class.
-
-    Raises:
-        REFUSALS: if the class does not accept the fields.
-    """
+    """Return the config that its class reads back from a file; raise one of ``REFUSALS`` where it does not."""
     kind: Any = type(config)
     return copy.deepcopy(_read_back(kind, config.to_json_string()))
 
@@ -239,10 +234,9 @@ _ONE_AT_A_TIME = threading.RLock()
 
 @contextlib.contextmanager
 def own_defaults() -> Iterator[None]:
-    """Create tensors without a stated device or dtype on the CPU, in float32, as the proofs expect.
+    """Create tensors without a stated device or dtype on the CPU, in float32, as the proofs expect, for a whole verb.
 
-    Each verb enters this once, so that no code below has to name either; a ``torch.device`` entered inside wins. The
-    default dtype belongs to the process, so threads wait for one another.
+    A ``torch.device`` entered inside wins. The default dtype belongs to the process, so threads wait for one another.
     """
     with _ONE_AT_A_TIME:
         dtype = torch.get_default_dtype()

@@ -30,7 +30,7 @@ def original_twin(model: PreTrainedModel, config: Any) -> PreTrainedModel:
     """Build the model's class from ``config`` on the meta device, by the code of transformers alone.
 
     Raises:
-        IncompatibleError: if code was replaced in another module than that which defines the class.
+        IncompatibleError: if code was replaced in another module than the one that defines the class.
     """
     twin = without_weights(type(model), config)
     homes = {base.__module__ for module in twin.modules() for base in type(module).__mro__}
@@ -50,11 +50,7 @@ def original_twin(model: PreTrainedModel, config: Any) -> PreTrainedModel:
 
 
 def replaced_in(home: str) -> dict[str, str]:
-    """Return the functions, classes and methods of a module of transformers that another program replaced.
-
-    Returns:
-        Their names, each with the package of the replacement.
-    """
+    """Return the code of a module of transformers that another program replaced: each name, and the other package."""
     module = sys.modules.get(home)
     if not home.startswith("transformers.models.") or module is None or UNREPLACED in home:
         return {}

@@ -1,7 +1,7 @@
 """Find the rotary frequencies of a model, read them before an extension, and prove them after it.
 
-The first proof compares live modules with the modules that the config builds: methods start from the config. The second
-proof compares cos and sin of the live module with the method's mathematics in float64.
+Before it, live modules are compared with the ones that the config builds, since methods start from the config; after
+it, cos and sin of the live modules with the method's mathematics in float64.
 """
 
 from __future__ import annotations
@@ -72,10 +72,7 @@ def takes_axes(rotary: nn.Module) -> bool:
 
 
 def rotating(spec: RopeSpec, frequencies: Frequencies) -> Frequencies:
-    """Return the frequencies that a model of this spec uses when a method gives it ``frequencies``.
-
-    Pairs that never rotate stay at zero, and the method's scale multiplies the scale of the training.
-    """
+    """Return a method's frequencies on a model: pairs that never rotate stay at 0, and the trained scale multiplies."""
     inv_freq = frequencies.inv_freq
     if isinstance(spec, ProportionalSpec):
         inv_freq = inv_freq.clone()
@@ -323,10 +320,7 @@ def _plain_spec(subject: Subject, place: RotaryPlace, trained_length: int) -> Ro
 
 
 def _trained_spec(subject: Subject, place: RotaryPlace, trained_length: int) -> RopeSpec:
-    """Read the frequencies that a checkpoint with scaled positions was trained with, and their scale of cos and sin.
-
-    The config gives both for a text of ``trained_length`` tokens, in float32, as in the training.
-    """
+    """Read the frequencies and the scale that a config with scaled positions gives a text of ``trained_length``."""
     plain = _plain_spec(subject, place, trained_length)
     text = subject.text
     parameters = place.rope_dict(text)
@@ -376,13 +370,10 @@ LOAD_ANEW = (
 def require_as_configured(
     subject: Subject, places: Sequence[RotaryPlace], trained_length: int, way_out: str = LOAD_ANEW
 ) -> None:
-    """Check that live rotary modules compute what the model's config says.
-
-    Methods start from the config. If the config or a module was changed after loading, the weights run with other
-    positions than the config says. Modules on the meta device compute nothing yet, and pass.
+    """Check that live rotary modules compute what the model's config says; on the meta device they compute nothing yet.
 
     Raises:
-        PatchStateError: if a module and the config differ; the message has both values.
+        PatchStateError: if a module and the config differ, since one was changed after loading.
     """
     if not places:
         return
@@ -400,10 +391,7 @@ def require_as_configured(
 
 
 def _unlike(place: RotaryPlace, live: nn.Module, built: nn.Module, text: Any, trained_length: int) -> str | None:
-    """Return how a live rotary module differs from the one that its config builds; None if it does not.
-
-    Both start from the frequencies of short texts: a module that follows the length may have read a long one.
-    """
+    """Return how a live module differs from the one that its config builds, both with frequencies of short texts."""
     short, current = f"{place.prefix}original_inv_freq", f"{place.prefix}inv_freq"
     follows = place.rope_dict(text).get("rope_type") in FOLLOWING
     for name in (short,) if follows else (short, current):

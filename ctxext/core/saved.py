@@ -112,9 +112,8 @@ def arguments_over(
 ) -> tuple[ExtensionArguments | dict[str, ExtensionArguments], dict[str, Any] | None]:
     """Return the arguments for a config that is already extended, and the extension to take off before.
 
-    Nothing is taken off where the weights were trained with the extension. Without the entry in the config, it is then
-    a scaling as in any other checkpoint. The arguments give the trained length of the first extended side of an
-    encoder-decoder. Each side is extended from the length in its saved form.
+    None is taken off where the weights were trained with it: without its entry it is a scaling as in any checkpoint.
+    Each side of an encoder-decoder is extended from its saved length; the arguments give that of the first.
 
     Raises:
         PatchStateError: the trained length is missing or no length of that extension; or only ctxext computes what
@@ -171,11 +170,7 @@ def saved_extension(config: Any, place: str) -> dict[str, Any] | None:
 
 
 def checked_extension(saved: Any, place: str) -> dict[str, Any]:
-    """Check that a saved extension has the form that this version of ctxext reads.
-
-    Raises:
-        CheckpointError: if it is not.
-    """
+    """Return a saved extension, or raise ``CheckpointError`` if this version of ctxext does not read its form."""
     version = saved.get("format") if isinstance(saved, dict) else saved
     if not isinstance(saved, dict) or version not in (FORMAT, SIDES_FORMAT):
         raise CheckpointError(
@@ -239,10 +234,7 @@ def saved_method(saved: dict[str, Any]) -> Method:
 
 
 def identity(saved: dict[str, Any]) -> dict[str, Any]:
-    """Return every choice in a saved extension that logits depend on.
-
-    The same weights compute the same logits under two extensions of equal identity.
-    """
+    """Return every choice in a saved extension that logits depend on: equal ones give the same weights equal logits."""
     if "sides" in saved:
         return {name: identity(side) for name, side in saved_sides(saved).items()}
     rest = {name: value for name, value in saved.items() if name not in (*NOT_IDENTITY, "method")}

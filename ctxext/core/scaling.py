@@ -1,7 +1,6 @@
 """Read the positions of a config: its rope dicts, trained length and scaling, in the forms that were published.
 
-All verbs and commands take the trained window of a checkpoint from here. ``docs/guides/methods.md`` has the table of
-what each published form means.
+The table of what each published form means is in ``docs/guides/methods.md``.
 """
 
 from __future__ import annotations
@@ -170,10 +169,7 @@ def stated_length(text: Any) -> int | None:
 
 
 def max_length_of(text: Any) -> int | None:
-    """Return the ``model_max_length`` of a Cohere config, which vLLM obeys; None if it has none.
-
-    Command R was published with the length of its pretraining in ``max_position_embeddings``.
-    """
+    """Return the ``model_max_length`` of a Cohere config, which vLLM obeys; the other field of Command R has less."""
     length = getattr(text, "model_max_length", None) if text.model_type.startswith("cohere") else None
     return length if isinstance(length, int) else None
 
@@ -210,9 +206,9 @@ def _scaling(config: Any, text: Any, rope: dict[str, Any], kind: str) -> Scaling
 
 
 def _dynamic(rope: dict[str, Any], factor: float | None, original: int | None, longest: int | None) -> Scaling:
-    """Return the scaling of a dynamic type, whose stretch starts at ``max_position_embeddings`` in transformers.
+    """Return the scaling of a dynamic type, which transformers starts at ``max_position_embeddings``.
 
-    transformers 5 ignores an original length next to it, which may be the trained one, so both are possible windows.
+    It ignores an original length next to it, which may be the trained one, so both are possible windows.
     """
     windows = tuple(sorted({length for length in (original, longest) if length is not None}))
     serves = None
@@ -260,10 +256,7 @@ def _is_filled_in(config: Any, text: Any, kind: str) -> bool:
 
 
 def published_json(config: Any) -> dict[str, Any]:
-    """Read the config.json that a config was built from; return an empty dict if it is not on this machine.
-
-    The file is searched in the directory or in the hub's cache from which transformers read the config, offline.
-    """
+    """Read the config.json that a config was built from, offline; return an empty dict if it is not on this machine."""
     name = getattr(config, "_name_or_path", None)
     if not name:
         return {}
@@ -347,8 +340,7 @@ def _question(scaling: Scaling, trained_length: int | None) -> str:
 def refuse_changed_length(subject: Subject) -> None:
     """Raise if the config's length differs from its config.json, or from the length at the model's construction.
 
-    Some programs raise ``max_position_embeddings`` before a model is patched (axolotl, to its sequence length), which
-    does not change what the weights were trained for.
+    Some programs raise ``max_position_embeddings`` before a model is patched (axolotl, to its sequence length).
 
     Raises:
         PatchStateError: with both lengths; the user has to pass one of them.

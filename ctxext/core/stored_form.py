@@ -1,7 +1,7 @@
 """Store a method in a config from which transformers, or ctxext, rebuilds a model that rotates as the method says.
 
-The forms are transformers' own rope types where one can express the method. Where none can, the form is a rope type of
-ctxext, which programs without it refuse; transformers calls ``initial_frequencies`` or ``no_rotation`` for it.
+Where no rope type of transformers can express the method, the form is one of ctxext's, which programs without it
+refuse; transformers calls ``initial_frequencies`` or ``no_rotation`` for it.
 """
 
 from __future__ import annotations
@@ -221,8 +221,7 @@ def unrotated_rope_parameters(method: Method, base: float) -> dict[str, Any]:
 def _guarded(rope_type: str, details: dict[str, Any]) -> dict[str, Any]:
     """Return a rope dict that no other program can compute with, even after an unknown rope type (Unsloth).
 
-    The details are one string, because other programs expect a number, a word or a list in every value (vLLM 0.32.0,
-    rotary_embedding/__init__.py, makes a key of the values before it looks at the type).
+    The details are one string: vLLM (0.32.0, rotary_embedding/__init__.py) makes a key of all values of any type.
     """
     return {"rope_type": rope_type, "rope_theta": GUARD, "ctxext": json.dumps(details, sort_keys=True)}
 

@@ -1,9 +1,8 @@
 """The subject of every verb: a transformers model inside its wrappers, and what its config says of text.
 
 A verb makes one ``Subject`` of what the user gave, and hands it down, so that nothing below unwraps a model again or
-searches its config for the part about text. Each side of an encoder-decoder (an encoder and a decoder that rotate,
-with a config each) is a separate subject: transformers builds it as a model, and a reload builds it from its part of
-the whole config.
+searches its config for the part about text. Each side of an encoder-decoder that rotates, with a config each, is a
+separate subject: transformers builds it as a model, from its part of the whole config.
 """
 
 from __future__ import annotations
@@ -153,8 +152,7 @@ class Subject:
 def unwrapped(model: Any) -> list[Any]:
     """Unwrap a transformers model, and return the chain of wrappers and the model, outermost first.
 
-    Wrappers come from torch.compile, data-parallel training and PEFT. Others hold a model with its tokenizer: a
-    SentenceTransformer, a CrossEncoder, a pipeline.
+    Wrappers come from torch.compile, data-parallel training and PEFT, or hold a tokenizer too (as pipelines do).
     """
     chain = [model]
     while not isinstance(chain[-1], PreTrainedModel):
@@ -188,8 +186,7 @@ def _beside_a_tokenizer(holder: Any) -> Any:
 def text_of(config: Any) -> Any:
     """Return the text part of a config, which is the config itself for most models; never a copy.
 
-    For a config that describes an encoder and a decoder side by side, transformers returns a copy with other field
-    names. Changes of a copy would be lost, so such a config is the text part itself.
+    For an encoder and a decoder side by side transformers returns a copy, with other field names: take the whole there.
     """
     text = config.get_text_config(decoder=True)
     return config if type(text) is type(config) else text

@@ -22,8 +22,7 @@ NEVER = 1e30
 def plain_inv_freq(rope: RopeSpec, base: float | None = None) -> Float[Tensor, " half"]:
     """Return the frequencies that the weights were trained with, in float64, radians per token.
 
-    These are ``base^(-2i/d)``, or ``rope.inv_freq`` for a checkpoint that was trained with scaled frequencies. With
-    another ``base``, scaled frequencies change by the same ratio as ``base^(-2i/d)`` does.
+    These are ``base^(-2i/d)``, or scaled ones in ``rope.inv_freq``, which another ``base`` changes by the same ratio.
 
     Source: Su et al., arXiv:2104.09864, section 3.4.2.
     """
@@ -130,11 +129,7 @@ def clipped(
 
 
 def as_longrope(rope: RopeSpec, frequencies: Frequencies, factor: float) -> dict[str, Any]:
-    """Express static frequencies for plain transformers: as ``longrope`` with equal short and long factors.
-
-    The two sets are equal, so transformers' switch between them has no effect. A frequency of 0 gets the factor
-    ``NEVER``.
-    """
+    """Express static frequencies as ``longrope`` with equal short and long factors; a 0 gets the factor ``NEVER``."""
     turning = frequencies.inv_freq > 0
     divisors = geometric_inv_freq(rope) / torch.where(turning, frequencies.inv_freq, 1.0)
     factors = torch.where(turning, divisors, NEVER).tolist()
