@@ -154,8 +154,8 @@ class Description:
                 f"  length       {self.trained_length} -> {self.target_length} tokens",
                 f"  stored as    {self.stored_as}",
                 loads,
+                f"  fingerprint  {self.fingerprint}",
             ]
-        lines += [] if self.sides else [f"  fingerprint  {self.fingerprint}"]
         attention = self.attention if self.verbose else self.attention.partition(" (")[0]
         lines += [f"  attention    {attention}"] if attention else []
         lines += [f"  note         {note}" for note in self.notes if self.verbose or not note.startswith(PIECE)]

@@ -185,7 +185,7 @@ def load(
     _refuse_arguments(path, loading)
     parameters = {field.name for kind in known_methods().values() for field in fields(kind)}
     of_method = {name: loading.pop(name) for name in list(loading) if name in parameters}
-    known = method_class(method) if isinstance(method, str) else None
+    known = method_class(method)
     # ``base`` also names a parameter of some methods (abf): with one of these it is the parameter.
     if base is not None and known is not None and "base" in {field.name for field in fields(known)}:
         of_method["base"], base = base, None

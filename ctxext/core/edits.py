@@ -184,9 +184,7 @@ class Edits:
             if name in owner._buffers:
                 buffer = owner._buffers[name]
                 return None if buffer is None else buffer.clone()  # _assign may overwrite the storage
-            if name in owner._modules:
-                return owner._modules[name]
-            return owner.__dict__.get(name, _Absent.ABSENT)
+            return owner._modules.get(name, owner.__dict__.get(name, _Absent.ABSENT))
         if isinstance(owner, dict):
             return owner.get(name, _Absent.ABSENT)
         return getattr(owner, name, _Absent.ABSENT)

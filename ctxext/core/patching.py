@@ -200,7 +200,7 @@ def _refuse_state(subject: Subject) -> None:
             f"This {type(base).__name__} is extended in part: ctxext.patch was interrupted while it undid its work. "
             f"Call ctxext.unpatch(model) first, which undoes the rest."
         )
-    inside = [type(part).__name__ for part in base.modules() if part is not base and JOURNAL in vars(part)]
+    inside = [type(part).__name__ for part in base.modules() if JOURNAL in vars(part)]
     around = vars(base).get(WHOLE)
     if inside or around:
         raise PatchStateError(

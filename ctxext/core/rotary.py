@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from ctxext.core.probe import Layers, look, readers_of
 from ctxext.core.rebuild import Rebuild, running
 from ctxext.core.scaling import FOLLOWING, FOREIGN_KEYS, is_windowed, mixes_windows
-from ctxext.core.subject import Subject
+from ctxext.core.subject import SIDES, Subject
 from ctxext.errors import IncompatibleError, PatchStateError
 from ctxext.methods import RopeMethod
 from ctxext.methods.formulas import plain_inv_freq
@@ -192,10 +192,8 @@ def find_sites(
     sites = []
     for place in places or survey(subject)[0]:
         kind = place.rope_dict(text).get("rope_type", "default")
-        if scaled or kind not in TRAINED_WITH | PLAIN_INSIDE:
-            spec = _trained_spec(subject, place, trained_length)
-        else:
-            spec = _plain_spec(subject, place, trained_length)
+        read = _trained_spec if scaled or kind not in TRAINED_WITH | PLAIN_INSIDE else _plain_spec
+        spec = read(subject, place, trained_length)
         if not scaled and kind == "dynamic" and spec.inv_freq is not None:
             raise IncompatibleError(
                 f"scaling='replace': this {text.model_type} was trained with the frequencies of its "
@@ -226,7 +224,7 @@ def survey(subject: Subject) -> tuple[list[RotaryPlace], Layers]:
         )
     if not places:
         raise IncompatibleError(WINDOWS_ONLY.format(text.model_type))
-    rotating_sides = [path for path, _ in subject.rotaries if {"encoder", "decoder"} & set(path.split("."))]
+    rotating_sides = [path for path, _ in subject.rotaries if {*SIDES} & {*path.split(".")}]
     if subject.config.is_encoder_decoder and rotating_sides:
         classes = ", ".join(sorted({type(module).__name__ for _, module in subject.rotaries}))
         raise IncompatibleError(

@@ -18,6 +18,7 @@ from ctxext.core.subject import Subject, path_to, text_of
 from ctxext.errors import InvalidParameterError, PatchStateError
 from ctxext.files import parse_json
 from ctxext.methods.formulas import NEVER
+from ctxext.methods.parameters import require
 
 # Errors that transformers raises if it cannot read a config, or build a model from one; a RuntimeError where its code
 # takes a field for one that all layers share.
@@ -299,8 +300,7 @@ def checked_scaling(
         InvalidParameterError: if the choice is unknown, has no scaling to act on, or contradicts ``trained_length``.
         PatchStateError: if the checkpoint is scaled, and the arguments do not tell what its weights were trained for.
     """
-    if choice not in (None, "extend", "replace"):
-        raise InvalidParameterError(f"scaling must be 'extend' or 'replace' (or left out), found {choice!r}.")
+    require(choice in (None, "extend", "replace"), "scaling", choice, "'extend' or 'replace' (or left out)")
     if scaling is None:
         if choice is not None:
             raise InvalidParameterError(

@@ -17,7 +17,7 @@ from ctxext import registry
 from ctxext.errors import CheckpointError, InvalidParameterError, UnknownNameError, no_reach
 from ctxext.files import is_choice, parse_json
 from ctxext.methods.formulas import as_longrope
-from ctxext.methods.parameters import Range, checked_tokens, parameters_of
+from ctxext.methods.parameters import Range, checked_tokens, parameters_of, require
 from ctxext.spec import AlibiSpec, BucketSpec, ExtensionArguments, Frequencies, RopeSpec
 from ctxext.version import __version__
 
@@ -242,10 +242,7 @@ class GrowingMethod(Method):
         return int(trained_length * 2 ** math.ceil(math.log2(length / trained_length)))
 
 
-METHODS: MutableMapping[str, type[Method]] = registry.Registry(
-    sys.modules["ctxext.methods"],
-    Method,
-)
+METHODS: MutableMapping[str, type[Method]] = registry.Registry(sys.modules["ctxext.methods"], Method)
 """Methods that extend a checkpoint, by name."""
 ENCODINGS: dict[str, type[Method]] = {}
 """Encodings that a model is trained with, by name; the room that holds them fills it before the first look at it."""
@@ -355,8 +352,7 @@ def resolve(
                 f" instead, or pass the method by name."
             )
         return chosen
-    if not isinstance(chosen, str):
-        raise InvalidParameterError(f"method must be a name or a ctxext method object, found {chosen!r}.")
+    require(isinstance(chosen, str), "method", chosen, "a name or a ctxext method object")
     if target_length is not None:
         factor = _factor_for(target_length, trained_length, factor)
     built = method(chosen, factor=factor, **parameters)

@@ -160,8 +160,7 @@ def alibi_slopes(num_heads: int) -> Float[Tensor, " heads"]:
     Source: Press et al., arXiv:2108.12409, section 3; the authors' code, ``get_slopes`` in
     fairseq/models/transformer.py of ofirpress/attention_with_linear_biases, for other numbers.
     """
-    if num_heads < 1:
-        raise InvalidParameterError(f"num_heads must be at least 1, found {num_heads}.")
+    require(num_heads >= 1, "num_heads", num_heads, "at least 1")
     power = 1 << (num_heads.bit_length() - 1)
     series = torch.arange(1, power + 1, dtype=torch.float64, device="cpu") / power
     between = (torch.arange(num_heads - power, dtype=torch.float64, device="cpu") + 0.5) / power

@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from ctxext.core.scaling import all_windowed, is_windowed, layer_types, of_layers
-from ctxext.errors import IncompatibleError, InvalidParameterError
+from ctxext.errors import IncompatibleError
+from ctxext.methods.parameters import require
 
 
 def stated_window(config: Any) -> int | None:
@@ -28,8 +29,7 @@ def window_fields(config: Any, choice: str | None, target_length: int | None) ->
             no choice.
         InvalidParameterError: if the choice is unknown.
     """
-    if choice not in (None, "keep", "lift"):
-        raise InvalidParameterError(f"sliding_window must be 'keep' or 'lift' (or left out), found {choice!r}.")
+    require(choice in (None, "keep", "lift"), "sliding_window", choice, "'keep' or 'lift' (or left out)")
     window = stated_window(config)
     if window is None or not all_windowed(config):
         if choice == "lift":

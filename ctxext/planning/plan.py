@@ -24,7 +24,7 @@ from ctxext.core.scaling import FOLLOWING, rope_dicts, rope_follows_length, scal
 from ctxext.core.subject import Subject, text_of
 from ctxext.errors import IncompatibleError, InvalidParameterError
 from ctxext.methods import known_methods
-from ctxext.methods.parameters import checked_tokens
+from ctxext.methods.parameters import checked_tokens, require
 from ctxext.methods.remap import RemapMethod
 from ctxext.models.bloom import TRAINED_LENGTH as BLOOM_LENGTH
 from ctxext.models.drafts import draft_heads
@@ -148,8 +148,7 @@ def plan_training(
     """
     from ctxext.training.lora import attach_lora
 
-    if lora_rank < 1:
-        raise InvalidParameterError(f"lora_rank must be at least 1, found {lora_rank}.")
+    require(lora_rank >= 1, "lora_rank", lora_rank, "at least 1")
     model = without_weights(config, dtype, trust_remote_code)
     weights, dequantised, advice = _weights(model, quantisation, training=True)
     model = attach_lora(model, rank=lora_rank, norms=norms, embeddings=embeddings)
@@ -180,8 +179,7 @@ def plan_serving(
     Raises:
         InvalidParameterError: for other ``cache_bits``, or a ``prompt_chunk`` below 1.
     """
-    if cache_bits is not None and cache_bits not in CACHE_BITS:
-        raise InvalidParameterError(f"cache_bits must be 8 or 4, or None for the dtype's, found {cache_bits}.")
+    require(cache_bits in (None, *CACHE_BITS), "cache_bits", cache_bits, "8 or 4, or None for the dtype's")
     if prompt_chunk is not None:
         checked_tokens("prompt_chunk", prompt_chunk)
     model = without_weights(config, dtype, trust_remote_code)
