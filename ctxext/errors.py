@@ -21,7 +21,7 @@ import math
 import os
 import re
 import reprlib
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 from ctxext.version import INSTALL, PLACE
 
@@ -85,6 +85,13 @@ class UnknownNameError(CtxextError, LookupError):
         close = difflib.get_close_matches(asked, by_word, n=1)
         hint = f" Did you mean {by_word[close[0]]!r}?" if close else ""
         return cls(f"Unknown {kind} {shown(name)}.{hint} Known: {', '.join(names)}.")
+
+
+def refuse_unknown(kind: str, names: Iterable[str] | None, known: Collection[str]) -> None:
+    """Raise ``UnknownNameError`` for the first of some names of a kind that is not known."""
+    for name in names or ():
+        if name not in known:
+            raise UnknownNameError.of(kind, name, known)
 
 
 def _squeezed(name: str) -> str:

@@ -6,13 +6,13 @@ import math
 import re
 import socket
 import sys
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 from urllib.request import getproxies, proxy_bypass
 
-from ctxext.errors import CheckpointError, InvalidParameterError, UnknownNameError, no_reach
+from ctxext.errors import CheckpointError, InvalidParameterError, no_reach, refuse_unknown
 from ctxext.files import StrPath, gguf_at, is_choice, nearest_name, refuse_destination, refuse_missing, refuse_no_config
 from ctxext.quantities import method_said, parameters_said, parse_budget, parse_bytes
 from ctxext.registry import listed_methods, method_names, runtime_names
@@ -44,13 +44,6 @@ def refuse_mistakes(given: Mapping[str, Any]) -> None:
             reach.append(given.get("length"))
         if all(value in (None, [], ()) for value in reach) and listed_methods().get(method, {}).get("needs a reach"):
             raise no_reach(method)
-
-
-def refuse_unknown(kind: str, names: Iterable[str] | None, known: Collection[str]) -> None:
-    """Raise ``UnknownNameError`` for the first of some names of a kind that is not known."""
-    for name in names or ():
-        if name not in known:
-            raise UnknownNameError.of(kind, name, known)
 
 
 def refuse_unknown_method(words: str) -> None:

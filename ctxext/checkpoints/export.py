@@ -31,7 +31,7 @@ from ctxext.core.saved import (
 )
 from ctxext.core.scaling import is_windowed, rope_dicts, same_rope, scaling_of
 from ctxext.core.subject import Subject, field_of, text_of
-from ctxext.errors import CheckpointError, IncompatibleError, InvalidParameterError, PatchStateError, UnknownNameError
+from ctxext.errors import CheckpointError, IncompatibleError, InvalidParameterError, PatchStateError, refuse_unknown
 from ctxext.files import JsonObject, Progress, StrPath, digest
 from ctxext.methods import METHODS, Method, TableMethod
 from ctxext.mistakes import refuse_gguf
@@ -85,8 +85,7 @@ def export(
         llama_cpp_python 0.3.36 (conversion/, common/arg.cpp, src/llama-context.cpp); sglang 0.5.23 (srt/layers);
         mlx-lm 0.32.2 (models/rope_utils.py).
     """
-    if to not in RUNTIMES:
-        raise UnknownNameError.of("export target", to, RUNTIMES)
+    refuse_unknown("export target", [to], RUNTIMES)
     if gguf is not None and to != "llama.cpp":
         raise InvalidParameterError(f"gguf: a GGUF file is written for llama.cpp, and not for {to}. Leave it out.")
     if isinstance(checkpoint, nn.Module):

@@ -11,8 +11,8 @@ from typer.core import TyperGroup
 
 from ctxext.cli.eval.common import ending_on_interrupt
 from ctxext.cli.options import Json, Markdown, StrictCommand, grouped, json_text, option, option_group
+from ctxext.errors import refuse_unknown
 from ctxext.files import refuse_read_only
-from ctxext.mistakes import refuse_unknown
 from ctxext.progress import StageBar, terminal
 from ctxext.registry import method_names
 

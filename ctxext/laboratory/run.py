@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, get_cosine_schedule_with_warmup, logging
 
 from ctxext.core import patching
-from ctxext.errors import InvalidParameterError, ResultsError
+from ctxext.errors import InvalidParameterError, ResultsError, refuse_unknown
 from ctxext.laboratory.result import LabReading, LabResult, blocks_of, octaves_of
 from ctxext.laboratory.subjects import EXTENSIONS, ROPE, Body, Variant, subjects
 from ctxext.laboratory.tasks import NOT_ASKED, REACH, TASKS, TEXT, ByteText, byte_text
@@ -30,7 +30,6 @@ from ctxext.measuring.loss import loss_by_position, truncated_loss
 from ctxext.measuring.provenance import command, machine, now, versions
 from ctxext.measuring.statistics import check_finite
 from ctxext.measuring.survey import Answer, Job, Survey
-from ctxext.mistakes import refuse_unknown
 from ctxext.texts.documents import read_documents
 from ctxext.version import __version__
 

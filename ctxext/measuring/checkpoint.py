@@ -33,8 +33,8 @@ from ctxext.errors import (
     CtxextError,
     IncompatibleError,
     InvalidParameterError,
-    UnknownNameError,
     printable,
+    refuse_unknown,
 )
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -132,8 +132,7 @@ def load_checkpoint(
         InvalidParameterError: a device that is not there.
         UnknownNameError: an unknown dtype.
     """
-    if dtype not in ("auto", *DTYPES):
-        raise UnknownNameError.of("dtype", dtype, ["auto", *DTYPES])
+    refuse_unknown("dtype", [dtype], ["auto", *DTYPES])
     path = str(default_checkpoint() if source is None else source)
     if path.endswith(".gguf") and not Path(path).exists():
         raise CheckpointError(f"No checkpoint at {path!r}. Give a directory, a .gguf file or a name on the hub.")

@@ -14,7 +14,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from ctxext import registry
-from ctxext.errors import CheckpointError, InvalidParameterError, UnknownNameError, no_reach
+from ctxext.errors import CheckpointError, InvalidParameterError, UnknownNameError, no_reach, refuse_unknown
 from ctxext.files import is_choice, parse_json
 from ctxext.methods.formulas import as_longrope
 from ctxext.methods.parameters import Range, checked_tokens, parameters_of, require
@@ -114,10 +114,7 @@ class Method(ABC):
             UnknownNameError: for a parameter that the method does not have.
             InvalidParameterError: if a parameter without a default is missing, or a value is outside its range.
         """
-        known = {field.name for field in fields(cls)}
-        for key in parameters:
-            if key not in known:
-                raise UnknownNameError.of(f"{cls.name} parameter", key, known)
+        refuse_unknown(f"{cls.name} parameter", parameters, {field.name for field in fields(cls)})
         missing = [name for name in cls.required() if name not in parameters]
         if missing:
             raise InvalidParameterError(

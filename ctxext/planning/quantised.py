@@ -14,7 +14,7 @@ from typing import Any
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from ctxext.errors import InvalidParameterError, UnknownNameError
+from ctxext.errors import InvalidParameterError, refuse_unknown
 from ctxext.files import JsonObject
 from ctxext.methods.parameters import is_number
 from ctxext.training.memory import layers_of
@@ -156,8 +156,7 @@ def packed_weights(
     """
     stored = stored_as(model.config)
     if quantisation is not None:
-        if quantisation not in QUANTISED:
-            raise UnknownNameError.of("quantisation", quantisation, QUANTISED)
+        refuse_unknown("quantisation", [quantisation], QUANTISED)
         if stored is not None and stored.method != "bitsandbytes":
             raise InvalidParameterError(
                 f"The weights of this {model.config.model_type} come quantised ({stored.method}), and transformers "

@@ -14,9 +14,8 @@ from ctxext.cli.options import (
     option_group,
     token_option,
 )
-from ctxext.errors import InvalidParameterError
+from ctxext.errors import InvalidParameterError, refuse_unknown
 from ctxext.evaluation.retrieval import TASK_NAMES
-from ctxext.mistakes import refuse_unknown
 
 
 @option_group

@@ -13,7 +13,7 @@ from ctxext.cli.options import (
     option,
     option_group,
 )
-from ctxext.mistakes import refuse_unknown
+from ctxext.errors import refuse_unknown
 
 TASKS = (
     *("niah_single_1", "niah_single_2", "niah_single_3", "niah_multikey_1", "niah_multikey_2", "niah_multikey_3"),

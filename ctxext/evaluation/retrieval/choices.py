@@ -24,7 +24,7 @@ from jaxtyping import Int
 from torch import Tensor, nn
 from torch.nn import functional
 
-from ctxext.errors import InvalidParameterError, UnknownNameError
+from ctxext.errors import InvalidParameterError, refuse_unknown
 from ctxext.evaluation.retrieval import TASK_NAMES
 from ctxext.evaluation.retrieval.questions import LEAST_CHOICES, MOST_CHOICES, TASKS, QuestionSet, alike_for
 from ctxext.evaluation.trials import HidingPrompt, TrialReport, Trials, relative_effective_length, without
@@ -102,9 +102,7 @@ def make_prompts(
         UnknownNameError: an unknown task.
     """
     lengths, tasks = sorted(set(lengths)), TASK_NAMES if tasks is None else tuple(dict.fromkeys(tasks))
-    for name in tasks:
-        if name not in TASKS:
-            raise UnknownNameError.of("retrieval task", name, TASKS)
+    refuse_unknown("retrieval task", tasks, TASKS)
     if not lengths or not tasks or samples < 2 or not LEAST_CHOICES <= choices <= MOST_CHOICES:
         raise InvalidParameterError(
             f"Retrieval needs a length, a task, 2 samples and {LEAST_CHOICES} to {MOST_CHOICES} choices; found "
