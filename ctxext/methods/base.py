@@ -114,7 +114,7 @@ class Method(ABC):
             UnknownNameError: for a parameter that the method does not have.
             InvalidParameterError: if a parameter without a default is missing, or a value is outside its range.
         """
-        refuse_unknown(f"{cls.name} parameter", parameters, {field.name for field in fields(cls)})
+        refuse_unknown(f"{cls.name} parameter", parameters, parameters_of(cls))
         missing = [name for name in cls.required() if name not in parameters]
         if missing:
             raise InvalidParameterError(
