@@ -52,7 +52,6 @@ from ctxext.core.saved import (
     extensions_in,
     plain_config,
     saved_extension,
-    saved_sides,
     without_guard,
 )
 from ctxext.core.scaling import same_rope
@@ -493,19 +492,16 @@ def attached(model: PreTrainedModel, place: str, attention: str | None = None) -
     ropes = [getattr(text, "rope_parameters", None) for text in texts]
     arguments = arguments_of(saved, attention)
     loaded: dict[str, nn.Parameter] = {}
-    renamed = False
-    subject = Subject.of(model)
+    subject, named = Subject.of(model), model.config.architectures or ()
     with building(f"the plain model of ctxext.original in {place}"):
-        if sides := saved_sides(saved):
-            for name, side in sides.items():
-                architecture_of(subject.sides[name]).revert(subject.sides[name], side["original"], Edits())
-        else:
-            architecture, named = architecture_of(subject), model.config.architectures or ()
+        for name, extension in extensions_in(saved).items():
+            part = subject.sides[name] if name else subject
+            architecture = architecture_of(part)
             renamed = isinstance(architecture, TableArchitecture) and type(model).__name__ not in named
-            if architecture.why_final(subject) is not None:  # it is in the weights, and complete without us
+            if architecture.why_final(part) is not None:  # it is in the weights, and complete without us
                 return model
-            loaded = architecture.replaced_weights(subject)
-            architecture.revert(subject, saved["original"], Edits())
+            loaded |= architecture.replaced_weights(part)
+            architecture.revert(part, extension["original"], Edits())
     del model.config.ctxext
     extend(model, arguments, is_restored=True)
     if renamed:  # the same tables have other names in another class, such as AutoModel's

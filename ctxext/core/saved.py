@@ -96,15 +96,13 @@ def arguments_of(
     saved: dict[str, Any], attention: str | None = None
 ) -> ExtensionArguments | dict[str, ExtensionArguments]:
     """Return the arguments that give a model this extension again; for an encoder-decoder, by side."""
-    if sides := saved_sides(saved):
-        computed = [name for name, side in sides.items() if side["attention"]] or sides  # refused where there is none
-        return {
-            name: ExtensionArguments(
-                method=saved_method(side), **choices(side, attention if name in computed else None)
-            )
-            for name, side in sides.items()
-        }
-    return ExtensionArguments(method=saved_method(saved), **choices(saved, attention))
+    parts = extensions_in(saved)
+    computed = [name for name, part in parts.items() if part["attention"]] or parts  # refused where there is none
+    each = {
+        name: ExtensionArguments(method=saved_method(part), **choices(part, attention if name in computed else None))
+        for name, part in parts.items()
+    }
+    return each.get("", each)
 
 
 def arguments_over(

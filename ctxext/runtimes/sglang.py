@@ -65,14 +65,13 @@ class SGLang(Runtime):
             exact = False
         elif extended.target_length > _promised(extended):
             overrides["max_position_embeddings"] = extended.target_length
-        if extended.leaves_factor_open or (extended.rope_type == "yarn" and "rope_parameters" in overrides):
-            rope = USUAL_YARN | rope  # in full, since an override keeps the files' value of every key it leaves out
-            overrides["rope_parameters"] = whole(extended, rope)
-        if scale := _scale(extended):
-            overrides["rope_parameters"] = whole(extended, rope | scale)
+        is_told, scale, stays = "rope_parameters" in overrides, _scale(extended), _neutral(extended)
+        in_full = extended.leaves_factor_open or (extended.rope_type == "yarn" and is_told)
+        if in_full or scale or (stays and is_told):
+            usual = USUAL_YARN if in_full else {}  # an override keeps the files' value of every key it leaves out
+            overrides["rope_parameters"] = whole(extended, usual | rope | stays | scale)
+        if scale:
             notes.append(f"SGLang does not read attention_factor; {' and '.join(scale)} replace it.")
-        if (stays := _neutral(extended)) and "rope_parameters" in overrides:
-            overrides["rope_parameters"] = whole(extended, rope | stays | scale)
         if extended.rope_type == "longrope" and rope["short_factor"] != rope["long_factor"]:
             notes.append(
                 f"SGLang chooses between short_factor and long_factor once per batch: one position above "
