@@ -53,6 +53,7 @@ def test_steps_that_complete_a_method_commute(
     model_type: str, arguments: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """All three read and replace ``Work.method``, and only the names of their files order them."""
+    steps.fill_steps_of(METHODS["retrieval_heads"]())  # whose step is imported with the method alone
     every, outcomes = steps.steps(), set()
     completing = [step for step in every if step.moment is steps.Moment.METHOD]
     scaling = {"scaling": "extend"} if model_type == "ministral3" else {}
