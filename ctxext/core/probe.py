@@ -222,7 +222,7 @@ _BY_INDEX = {aten.index.Tensor, aten.index_put.default, aten.index_put_.default}
 
 
 def _answer(func: Any, args: Any, kwargs: Any) -> Any:
-    """Run an operation on meta tensors; where data decide, ``all`` is true, masks find nothing, and numbers are 0."""
+    """Run an operation on meta tensors. Where data decide, ``all`` is true, masks find nothing, and numbers are 0."""
     first = args[0]
     if func is aten._local_scalar_dense.default:
         return (bool if first.dtype is torch.bool else int)(TRUE in _marks_of(first))

@@ -88,7 +88,7 @@ def saved_sides(saved: dict[str, Any]) -> dict[str, dict[str, Any]]:
 
 
 def extensions_in(saved: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """Return the extension of each side by its name, or that of a whole model under the empty name."""
+    """Return each side's extension by its name, or a whole model's under the empty name."""
     return saved_sides(saved) or {"": saved}
 
 
@@ -111,7 +111,7 @@ def arguments_over(
     """Return the arguments for a config that is already extended, and the extension to take off before.
 
     None is taken off where the weights were trained with it: without its entry it is a scaling as in any checkpoint.
-    Each side of an encoder-decoder is extended from its saved length; the arguments give that of the first.
+    Each side of an encoder-decoder is extended from its saved length; the arguments give the first side's.
 
     Raises:
         PatchStateError: the trained length is missing or no length of that extension; or only ctxext computes what

@@ -106,6 +106,15 @@ def of_layers(text: Any, name: str) -> list[Any]:
     return list(dict.fromkeys(getattr(layer, name, None) for layer in text.per_layer_config))
 
 
+def stated_window(config: Any) -> int | None:
+    """Return the tokens of the widest sliding window that a config states; None if it states none."""
+    windows = [int(window) for window in of_layers(config, "sliding_window") if window]
+    by_layer = "sliding_window" in (getattr(config, "per_layer_attributes", None) or ())
+    if not by_layer and getattr(config, "use_sliding_window", True) is False:
+        return None
+    return max(windows, default=None)
+
+
 def heads_of(text: Any) -> tuple[int, int, int]:
     """Return the most heads and key heads of a layer, and the dimensions of its widest head."""
     heads = max(of_layers(text, "num_attention_heads"))

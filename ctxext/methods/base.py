@@ -14,7 +14,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from ctxext import registry
-from ctxext.errors import CheckpointError, InvalidParameterError, UnknownNameError, no_reach, refuse_unknown
+from ctxext.errors import CheckpointError, InvalidParameterError, UnknownNameError, no_reach
 from ctxext.files import is_choice, parse_json
 from ctxext.methods.formulas import as_longrope
 from ctxext.methods.parameters import Range, checked_tokens, parameters_of, require
@@ -114,7 +114,9 @@ class Method(ABC):
             UnknownNameError: for a parameter that the method does not have.
             InvalidParameterError: if a parameter without a default is missing, or a value is outside its range.
         """
-        refuse_unknown(f"{cls.name} parameter", parameters, parameters_of(cls))
+        for key in parameters:
+            if key not in parameters_of(cls):
+                raise UnknownNameError.of(f"{cls.name} parameter", key, parameters_of(cls))
         missing = [name for name in cls.required() if name not in parameters]
         if missing:
             raise InvalidParameterError(

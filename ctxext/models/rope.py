@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import hashlib
 from dataclasses import replace
 from typing import Any
 
@@ -23,11 +24,10 @@ from ctxext.core.rotary import (
     survey,
 )
 from ctxext.core.saved import guarded_field
-from ctxext.core.scaling import Scaling, of_layers, scaling_of
+from ctxext.core.scaling import Scaling, of_layers, scaling_of, stated_window
 from ctxext.core.stored_form import StoredForm, checked_lengths, find_stored_form
 from ctxext.core.subject import Subject
 from ctxext.errors import IncompatibleError, VerificationError
-from ctxext.files import digest
 from ctxext.methods import BiasMethod, Method, RopeMethod
 from ctxext.methods.encoding import EncodingMethod
 from ctxext.methods.remap import RemapMethod
@@ -69,7 +69,8 @@ class Rope(Architecture):
         target = method.target_length(trained_length)
         if layers.both_ways:
             _require_order(subject, method, sites[0].spec)
-        windows = window_fields(text, request.sliding_window, target)
+        has_window = request.sliding_window is not None or stated_window(text) is not None
+        windows = window_fields(text, request.sliding_window, target) if has_window else {}
         if isinstance(method, RemapMethod):
             from ctxext.attention.remapped_layers import install_pieces, require_remappable
 
@@ -152,7 +153,8 @@ def fingerprint(method: RopeMethod, spec: RopeSpec) -> str:
     frequencies = method.frequencies(spec, target)
     parts = [repr(round(frequencies.attention_scale * spec.attention_scale, 9))]
     parts += map(repr, method.parts(spec, target)) if isinstance(method, RemapMethod) else []
-    return digest(frequencies.inv_freq.float().numpy().tobytes() + "".join(parts).encode())
+    whole = frequencies.inv_freq.float().numpy().tobytes() + "".join(parts).encode()
+    return hashlib.sha256(whole).hexdigest()[:12]
 
 
 def _prove(subject: Subject, form: StoredForm) -> None:
@@ -221,8 +223,8 @@ def _notes(text: Any, form: StoredForm, layers: Layers) -> tuple[str, ...]:
     if sites[0].layer_type is not None:
         kinds = ", ".join(sorted({str(site.layer_type) for site in sites}))
         notes.append(f"Positions differ by layer type; extended: {kinds}.")
-    if window := window_note(text, method.target_length(spec.trained_length)):
-        notes.append(window)
+    window = None if stated_window(text) is None else window_note(text, method.target_length(spec.trained_length))
+    notes += [window] if window else []
     if layers.failure:
         notes.append(
             f"ctxext cannot tell which layers rotate: {UNSEEN.format(layers.failure)} The config names no layers "

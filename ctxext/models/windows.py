@@ -4,18 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from ctxext.core.scaling import all_windowed, is_windowed, layer_types, of_layers
+from ctxext.core.scaling import all_windowed, is_windowed, layer_types, stated_window
 from ctxext.errors import IncompatibleError
 from ctxext.methods.parameters import require
-
-
-def stated_window(config: Any) -> int | None:
-    """Return the tokens of the widest sliding window that a config states; None if it states none."""
-    windows = [int(window) for window in of_layers(config, "sliding_window") if window]
-    by_layer = "sliding_window" in (getattr(config, "per_layer_attributes", None) or ())
-    if not by_layer and getattr(config, "use_sliding_window", True) is False:
-        return None
-    return max(windows, default=None)
 
 
 def window_fields(config: Any, choice: str | None, target_length: int | None) -> dict[str, Any]:
