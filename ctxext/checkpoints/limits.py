@@ -150,13 +150,14 @@ def length_limits(subject: Subject) -> list[tuple[Any, str, int]]:
     return limits
 
 
+def _written(work: Work) -> Extension:
+    """Return the extension of the text that ``generate`` writes."""
+    return work.sides["decoder"].extension if "decoder" in work.sides else work.extension
+
+
 def _raise_generation(work: Work) -> None:
-    """Set the limit of ``generate`` to the new window of the text that it writes, where it was the window before."""
-    written = work.sides["decoder"].extension if work.sides else work.extension
-    generation: Any = getattr(work.subject.model, "generation_config", None)
-    limit = getattr(generation, "max_length", None)
-    if limit is not None and _is_window(limit, work, written):
-        work.edits.set(generation, "max_length", written.target_length)
+    """Set the limit of ``generate`` to the new window, where it was the window before."""
+    work.edits.set(work.subject.model.generation_config, "max_length", _written(work).target_length)
 
 
 def _is_window(value: int, work: Work, extension: Extension) -> bool:
@@ -214,6 +215,17 @@ register(
         ),
     )
 )
-register(Step(Moment.CONFIG, _raise_generation, applies=lambda work: not work.sides or "decoder" in work.sides))
+register(
+    Step(
+        Moment.CONFIG,
+        _raise_generation,
+        applies=lambda work: (
+            (not work.sides or "decoder" in work.sides)
+            and (limit := getattr(getattr(work.subject.model, "generation_config", None), "max_length", None))
+            is not None
+            and _is_window(limit, work, _written(work))
+        ),
+    )
+)
 register(Step(Moment.CONFIG, _raise_wrappers, applies=lambda work: work.subject.wrappers))
 register_description(_note_limits)
