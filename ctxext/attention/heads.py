@@ -41,6 +41,8 @@ from ctxext.methods.retrieval_heads import SHARE, RetrievalHeads
 from ctxext.version import __version__
 
 RECORDING = "ctxext_heads"
+UNKNOWN = "unknown"
+"""Fingerprint of a model whose weights processes share."""
 SEEDS = (0, 1, 2)
 REPEATED = 512  # tokens of the text that is repeated, where the model was trained for twice as many
 LONGEST = 2048  # tokens of a text with needles
@@ -304,7 +306,7 @@ def with_heads(subject: Subject, method: RetrievalHeads) -> RetrievalHeads:
     The ``subject`` is not patched. Where the method names no heads, they are scored by induction.
 
     Raises:
-        IncompatibleError: if the model's heads cannot be scored.
+        IncompatibleError: if the model's heads cannot be scored, or processes share its weights.
         InvalidParameterError: if the file of scores cannot be read, or is another model's.
     """
     if isinstance(method.heads, tuple):
@@ -319,7 +321,13 @@ def with_heads(subject: Subject, method: RetrievalHeads) -> RetrievalHeads:
         scores = induction_scores(subject, seeds=SEEDS[:1])
     else:
         scores = HeadScores.read(method.heads)
-        if not scores.fingerprint.startswith(fingerprint_of(subject.model)):
+        here = fingerprint_of(subject.model)
+        if UNKNOWN in (here, scores.fingerprint):
+            raise IncompatibleError(
+                f"heads={method.heads!r} cannot be compared with this {subject.kind}: processes share its weights, or "
+                f"shared them when the file was written. Give the numbers of its groups: heads=[2, 5]."
+            )
+        if not scores.fingerprint.startswith(here):
             raise InvalidParameterError(
                 f"heads={method.heads!r} holds the scores of another model, or of one that was fine-tuned, quantised "
                 f"or given an adapter since. Score this {subject.kind} itself: ctxext.heads(model).save('heads.json'). "
@@ -335,10 +343,10 @@ def fingerprint_of(model: nn.Module) -> str:
 
     The dtype that a model was loaded in does not count: values are rounded to bfloat16. Where some values are not in
     memory, their digits are left out, so that the result begins the fingerprint of the whole model. Where ZeRO-3
-    or FSDP has shared the weights out, "unknown".
+    or FSDP has shared the weights out, ``UNKNOWN``.
     """
     if is_shared_out(model):
-        return "unknown"
+        return UNKNOWN
     tensors, shapes, values = sorted(model.state_dict().items()), hashlib.sha256(), hashlib.sha256()
     for name, tensor in tensors:
         shapes.update(f"{name} {list(tensor.shape)}".encode())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -377,6 +378,17 @@ def test_a_file_of_another_model_is_refused(tmp_path: Path) -> None:
     for model in (tiny(seed=1), deeper, deeper.to("meta")):
         with pytest.raises(InvalidParameterError, match="holds the scores of another model, or of one that was fine"):
             ctxext.patch(model, "retrieval_heads", factor=4, heads=str(path))
+
+
+@pytest.mark.parametrize("when", ["written", "given"])
+def test_a_file_of_scores_fits_no_weights_that_processes_share(tmp_path: Path, when: str) -> None:
+    """DeepSpeed ZeRO-3 puts an id on each weight, and leaves no numbers in it."""
+    model, path, scores = tiny(), tmp_path / "heads.json", heads(tiny(), seeds=(0,))
+    replace(scores, fingerprint="unknown" if when == "written" else scores.fingerprint).save(path)
+    if when == "given":
+        next(model.parameters()).ds_id = 0
+    with pytest.raises(IncompatibleError, match=r"processes share its weights, or shared them.*heads=\[2, 5\]"):
+        ctxext.patch(model, "retrieval_heads", factor=4, heads=path)
 
 
 def test_the_heads_of_a_model_whose_weights_are_offloaded_are_scored_where_they_are_brought_back() -> None:
