@@ -38,6 +38,7 @@ from ctxext.core.subject import Subject
 from ctxext.errors import CtxextError, IncompatibleError, InvalidParameterError, PatchStateError, shown
 from ctxext.files import digest, parse_json, write_json
 from ctxext.methods.retrieval_heads import SHARE, RetrievalHeads
+from ctxext.spec import ExtensionArguments
 from ctxext.version import __version__
 
 RECORDING = "ctxext_heads"
@@ -173,14 +174,16 @@ class Repetition:
     twins: Int[Tensor, " pairs"]
 
 
-def induction_scores(subject: Subject, *, seeds: Sequence[int] = SEEDS) -> HeadScores:
+def induction_scores(subject: Subject, *, seeds: Sequence[int] = SEEDS, lifted: bool = False) -> HeadScores:
     """Score the groups of a model that is not patched by induction: random tokens, then the same tokens again.
+
+    Windows that the text fits into hide nothing of it, and do not count where they are to be ``lifted``.
 
     Raises:
         IncompatibleError: the model's attention cannot be recorded, or it reads too few tokens.
         PatchStateError: the model is patched.
     """
-    with _recording(subject) as recorder:
+    with _recording(subject, lifted=lifted) as recorder:
         with torch.device("cpu"):  # whatever device is the default
             texts = {"induction": [_repeated(_Source(subject, seed)) for seed in seeds]}
         return _scored(recorder, texts, seeds)
@@ -300,10 +303,11 @@ def _probes(subject: Subject, tokenizer: Any, text: str | None, seeds: Sequence[
         return texts
 
 
-def with_heads(subject: Subject, method: RetrievalHeads) -> RetrievalHeads:
+def with_heads(subject: Subject, method: RetrievalHeads, *, lifted: bool = False) -> RetrievalHeads:
     """Return the method with the numbers of the groups that read far, instead of a file of scores or None.
 
-    The ``subject`` is not patched. Where the method names no heads, they are scored by induction.
+    The ``subject`` is not patched. Where the method names no heads, they are scored by induction, across windows that
+    are to be ``lifted``.
 
     Raises:
         IncompatibleError: if the model's heads cannot be scored, or processes share its weights.
@@ -318,7 +322,7 @@ def with_heads(subject: Subject, method: RetrievalHeads) -> RetrievalHeads:
                 f"The heads of this {subject.kind} cannot be scored: some of its weights are not in memory. Give "
                 f"heads: their numbers, or the file that `ctxext heads CHECKPOINT -o heads.json` writes."
             )
-        scores = induction_scores(subject, seeds=SEEDS[:1])
+        scores = induction_scores(subject, seeds=SEEDS[:1], lifted=lifted)
     else:
         scores = HeadScores.read(method.heads)
         here = fingerprint_of(subject.model)
@@ -485,10 +489,12 @@ class _Recorder:
         own: name of the attention implementation that the model had before.
         layers: for each attention layer so far, the score of each of its groups; the best of all its calls.
         windowed: the layers among them that look back over a window only.
+        lifted: True if windows count only where they hide a part of the text.
     """
 
     subject: Subject
     own: str
+    lifted: bool = False
     text: Repetition | None = None
     layers: dict[nn.Module, Float[Tensor, " groups"]] = field(default_factory=dict)
     windowed: set[nn.Module] = field(default_factory=set)
@@ -524,11 +530,12 @@ class _Recorder:
         """Compute the attention of the chosen queries by the model's own eager function, in float32."""
         text = self.text
         assert text is not None  # run() has set it
-        if given.get("sliding_window") is not None:  # it can read no farther, whatever it has learned
+        tokens, window = len(text.tokens), given.get("sliding_window")
+        if window is not None and not (self.lifted and window >= tokens):
+            # It can read no farther, whatever it has learned.
             self.layers.setdefault(module, torch.zeros(key.shape[1]))
             self.windowed.add(module)
             return
-        tokens = len(text.tokens)
         if not isinstance(mask, Tensor) or mask.shape[-2:] != (tokens, tokens) or query.shape[2] != tokens:
             raise IncompatibleError(
                 f"{type(module).__name__} attends to {key.shape[2]} keys of a text of {tokens} tokens, under a mask of "
@@ -567,7 +574,7 @@ _recorder: ContextVar[_Recorder | None] = ContextVar("recorder", default=None)
 
 
 @contextlib.contextmanager
-def _recording(subject: Subject) -> Iterator[_Recorder]:
+def _recording(subject: Subject, *, lifted: bool = False) -> Iterator[_Recorder]:
     """Make a model record its attention, in evaluation mode; put everything back at the end.
 
     Raises:
@@ -591,7 +598,7 @@ def _recording(subject: Subject) -> Iterator[_Recorder]:
     own = subject.text._attn_implementation
     if own not in ("eager", "sdpa"):
         own = "sdpa" if model._supports_sdpa else "eager"
-    recorder, edits = _Recorder(subject, own), Edits()
+    recorder, edits = _Recorder(subject, own, lifted), Edits()
     token = _recorder.set(recorder)
     try:
         edits.set(subject.text, "_attn_implementation_internal", RECORDING)
@@ -647,9 +654,10 @@ def _mask(**arguments: Any) -> Tensor:
 def _measure_heads(work: Work) -> None:
     """Complete a method that leaves open which heads read far."""
     assert isinstance(work.method, RetrievalHeads)
-    work.method = with_heads(work.subject, work.method)
+    lifted = isinstance(given := work.arguments, ExtensionArguments) and given.sliding_window == "lift"
+    work.method = with_heads(work.subject, work.method, lifted=lifted)
 
 
-register(Step(Moment.METHOD, _measure_heads, applies=lambda work: isinstance(work.method, RetrievalHeads)))
+register(Step(Moment.WEIGHTS, _measure_heads, applies=lambda work: isinstance(work.method, RetrievalHeads)))
 AttentionInterface.register(RECORDING, _attention)
 AttentionMaskInterface.register(RECORDING, _mask)

@@ -56,6 +56,18 @@ class Architecture(ABC):
             VerificationError: if the patched model does not compute the method.
         """
 
+    def refuse_arguments(self, subject: Subject, method: Method, request: ExtensionArguments) -> None:
+        """Refuse what ``apply`` would refuse by its arguments alone, before a method measures the model.
+
+        Raises:
+            CtxextError: as ``apply``.
+        """
+        if method.name not in (names := self.method_names()):
+            raise IncompatibleError(
+                f"Method {method.name!r} is not for the positions of this {subject.kind}. Methods for it: "
+                f"{', '.join(names)}."
+            )
+
     @abstractmethod
     def revert(self, subject: Subject, original: dict[str, Any], edits: Edits) -> None:
         """Remove the extension of a model that was loaded with it, given the original config fields."""

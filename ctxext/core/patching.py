@@ -244,8 +244,11 @@ def extend_positions(work: Work) -> None:
         known_length = checked_tokens("The trained length that the config names", known_length, least=2)
         if carried is not None and not work.is_restored:
             refuse_shrinking(carried, work.method.target_length(known_length))
-    request = replace(given, method=work.method, trained_length=known_length, scaling=scaling)
-    work.extension = architecture.apply(subject, work.method, request, edits)
+    request = replace(given, trained_length=known_length, scaling=scaling)
+    if work.method.reads_weights(vars(work.method)):  # which may take minutes
+        architecture.refuse_arguments(subject, work.method, request)
+    run(work, Moment.WEIGHTS, Moment.WEIGHTS)
+    work.extension = architecture.apply(subject, work.method, replace(request, method=work.method), edits)
 
 
 def require_own_config(base: PreTrainedModel) -> None:

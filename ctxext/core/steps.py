@@ -35,7 +35,9 @@ class Moment(IntEnum):
     PARTS = auto()
     """Extend the positions of a model that consists of several text models, and fill ``Work.sides``."""
     METHOD = auto()
-    """Complete the method of a part by what the model itself decides, before the positions of the part change."""
+    """Complete the method of a part by what its config decides, before the positions of the part change."""
+    WEIGHTS = auto()
+    """Complete the method of a part by what its weights decide; it reads them, and no argument is wrong."""
     MODULES = auto()
     """Replace methods of live modules; the positions are extended."""
     REPLICAS = auto()

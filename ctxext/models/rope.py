@@ -66,11 +66,9 @@ class Rope(Architecture):
             refuse_choices(request, ("attention",), f"method {method.name!r} leaves attention to the model. {way}")
         scaling = scaling_of(subject.config)
         sites = find_sites(subject, trained_length, scaled=request.scaling == "extend", places=places)
-        target = method.target_length(trained_length)
         if layers.both_ways:
             _require_order(subject, method, sites[0].spec)
-        has_window = request.sliding_window is not None or stated_window(text) is not None
-        windows = window_fields(text, request.sliding_window, target) if has_window else {}
+        windows = _windows(subject, method, request, trained_length)
         if isinstance(method, RemapMethod):
             from ctxext.attention.remapped_layers import install_pieces, require_remappable
 
@@ -122,8 +120,23 @@ class Rope(Architecture):
             original=original,
         )
 
+    def refuse_arguments(self, subject: Subject, method: Method, request: ExtensionArguments) -> None:
+        if request.trained_length is not None and isinstance(method, RemapMethod):
+            from ctxext.attention.attend import Backends
+
+            Backends(request.attention or "auto")
+            _windows(subject, method, request, request.trained_length)
+
     def revert(self, subject: Subject, original: dict[str, Any], edits: Edits) -> None:
         Rebuild(subject, original).apply(edits)
+
+
+def _windows(subject: Subject, method: Method, request: ExtensionArguments, trained_length: int) -> dict[str, Any]:
+    """Return the config fields that the choice for sliding windows changes, or refuse that."""
+    text = subject.text
+    if request.sliding_window is None and stated_window(text) is None:
+        return {}
+    return window_fields(text, request.sliding_window, method.target_length(trained_length))
 
 
 def _as_it_rotates(subject: Subject, site: RotarySite) -> RotarySite:

@@ -18,7 +18,7 @@ import ctxext
 from ctxext.attention.heads import HeadScores, heads, induction_scores, retrieval_share
 from ctxext.caches.digest import weights_digest
 from ctxext.core.subject import Subject
-from ctxext.errors import IncompatibleError, InvalidParameterError, PatchStateError
+from ctxext.errors import CtxextError, IncompatibleError, InvalidParameterError, PatchStateError
 from ctxext.files import digest
 from tests._models import RECENT, bert, byte_model, tiny
 from tests._tokenizer import make_tokenizer
@@ -398,6 +398,38 @@ def test_the_heads_of_a_model_whose_weights_are_offloaded_are_scored_where_they_
     extended = ctxext.patch(model, "retrieval_heads", factor=4)
     plain = ctxext.patch(tiny(initializer_range=0.3), "retrieval_heads", factor=4)
     assert extended.config.ctxext["method"] == plain.config.ctxext["method"]
+
+
+@pytest.mark.parametrize(
+    ("made", "given", "said"),
+    [
+        (lambda: tiny("mistral", sliding_window=16), {}, r"sees only the last 16 tokens.*'lift'.*'keep'"),
+        (tiny, {"sliding_window": "drop"}, "must be 'keep' or 'lift'"),
+        (tiny, {"sliding_window": "lift"}, "already see the whole text"),
+        (tiny, {"attention": "falsh"}, "'flash'"),
+        (lambda: tiny("ministral3"), {"temperature": "yarn", "scaling": "extend"}, "would sharpen twice"),
+        (lambda: tiny("gpt2"), {}, "is not for the positions of this gpt2. Methods for it: .*tile"),
+        (lambda: tiny("xglm"), {}, "is not for the positions of this xglm. Methods for it: .*pi"),
+    ],
+    ids=["windows", "no choice", "lifted", "backend", "temperature", "table", "sinusoids"],
+)
+def test_heads_are_scored_after_all_that_is_refused_without_them(made: Any, given: dict[str, Any], said: str) -> None:
+    model, read = made(), []
+    model.get_input_embeddings().register_forward_pre_hook(lambda _, ids: read.append(ids))
+    with pytest.raises(CtxextError, match=said):
+        ctxext.patch(model, "retrieval_heads", factor=4, **given)
+    assert not read
+
+
+def test_heads_are_scored_across_windows_that_are_lifted() -> None:
+    """Windows as long as the probe hide nothing of it; shorter ones leave nothing to score."""
+    wanted = ctxext.patch(tiny("mistral", sliding_window=None), "retrieval_heads", factor=4)
+    lifted = ctxext.patch(tiny("mistral", sliding_window=64), "retrieval_heads", factor=4, sliding_window="lift")
+    assert lifted.config.ctxext["method"] == wanted.config.ctxext["method"]
+    with pytest.raises(IncompatibleError, match="reaches beyond a window"):
+        ctxext.patch(tiny("mistral", sliding_window=16), "retrieval_heads", factor=4, sliding_window="lift")
+    with pytest.raises(IncompatibleError, match="reaches beyond a window"):
+        heads(tiny("mistral", sliding_window=64))
 
 
 @pytest.mark.parametrize("chosen", [(0, 3), (1,), (2, 3), (0, 1, 2, 3)])

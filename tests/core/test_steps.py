@@ -23,9 +23,9 @@ def test_steps_run_in_the_order_of_their_moments_whatever_was_imported_first() -
         ("CHECK", "caches.continuous"),
         ("OWN_CONFIG", "models.own_config"),
         ("PARTS", "models.sides"),
-        ("METHOD", "attention.heads"),
         ("METHOD", "models.sides"),
         ("METHOD", "models.temperature"),
+        ("WEIGHTS", "attention.heads"),
         ("MODULES", "caches.continuous"),
         ("MODULES", "caches.generation"),
         ("MODULES", "checkpoints.limits"),
@@ -52,8 +52,7 @@ def test_steps_run_in_the_order_of_their_moments_whatever_was_imported_first() -
 def test_steps_that_complete_a_method_commute(
     model_type: str, arguments: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """All three read and replace ``Work.method``, and only the names of their files order them."""
-    steps.fill_steps_of(METHODS["retrieval_heads"]())  # whose step is imported with the method alone
+    """Both read and replace ``Work.method``, and only the names of their files order them."""
     every, outcomes = steps.steps(), set()
     completing = [step for step in every if step.moment is steps.Moment.METHOD]
     scaling = {"scaling": "extend"} if model_type == "ministral3" else {}
@@ -66,5 +65,5 @@ def test_steps_that_complete_a_method_commute(
             outcomes.add(json.dumps(model.config.to_dict()["ctxext"], sort_keys=True))
         except IncompatibleError as error:
             outcomes.add(str(error))
-    assert len(completing) == 3
+    assert len(completing) == 2
     assert len(outcomes) == 1
