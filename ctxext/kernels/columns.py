@@ -55,6 +55,8 @@ COLUMNS = 8
 
 PIECES = COLUMNS // 2
 HALF_RANGE = 256.0
+HALF_MOST = torch.finfo(torch.float16).max * HALF_RANGE
+"""Greatest place that float16 columns hold, times the scale."""
 SIGNIFICAND = {torch.bfloat16: 8, torch.float16: 11, torch.float32: 11, torch.float64: 53}
 """Bits per piece, the leading one included; float32 has those of TensorFloat-32."""
 
@@ -158,11 +160,10 @@ def require_half(reach: int, slope: float, scale: float) -> None:
     Raises:
         InvalidParameterError: if it is too great.
     """
-    limit = torch.finfo(torch.float16).max * HALF_RANGE
-    if reach * slope / scale > limit:
+    if reach * slope / scale > HALF_MOST:
         raise InvalidParameterError(
-            f"float16 ALiBi columns reach {int(limit * scale / slope)} tokens to either side at slope {slope}, found "
-            f"{reach}. Use bfloat16."
+            f"float16 ALiBi columns reach {int(HALF_MOST * scale / slope)} tokens to either side at slope {slope}, "
+            f"found {reach}. Use bfloat16."
         )
 
 

@@ -17,10 +17,11 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor
 
+from ctxext.errors import InvalidParameterError
 from ctxext.kernels import AttentionBackend, Call
 from ctxext.kernels.base import evened, expand_heads
 from ctxext.kernels.blocks import by_some_queries
-from ctxext.kernels.columns import COLUMNS, columns_of, require_half
+from ctxext.kernels.columns import COLUMNS, HALF_MOST, columns_of
 from ctxext.kernels.sdpa import BIAS_BYTES, FusedKernel, Sdpa, bias_dtype
 from ctxext.laboratory.near_far import attend_near_far, has_far_keys
 from ctxext.methods.encoding import Pairs, Weighting
@@ -148,11 +149,20 @@ def _with_places(score: PairScore, call: Call) -> tuple[Tensor, Tensor, Tensor]:
     """
     dtype, (queries, keys) = call.q.dtype, score.places()
     if dtype == torch.float16 and keys.device.type == "cpu" and not torch.compiler.is_compiling():
-        require_half(1, float(keys.detach().abs().max()), call.scale)
+        _require_half(float(keys.detach().abs().max()), call.scale)
     # Not centred as for slopes: the middle would depend on tokens that a query must not see.
     query = columns_of(-queries, scale=call.scale, dtype=dtype, side="query")
     key = columns_of(-keys, scale=call.scale, dtype=dtype, side="key")
     return _put_in_front(call, query, key)
+
+
+def _require_half(place: float, scale: float) -> None:
+    """Raise ``InvalidParameterError`` for a place that columns of float16 cannot hold."""
+    if place > HALF_MOST * scale:
+        raise InvalidParameterError(
+            f"This text has places up to {place:,.0f} under its encoding, and columns of float16 hold "
+            f"{HALF_MOST * scale:,.0f}. Use bfloat16."
+        )
 
 
 def _put_in_front(call: Call, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor, Tensor]:

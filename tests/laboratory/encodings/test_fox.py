@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ctxext.errors import InvalidParameterError
 from ctxext.kernels import Layout
 from ctxext.laboratory import scores
 from ctxext.laboratory.encodings.fox import FoX
@@ -116,3 +117,16 @@ def test_begins_as_the_paper_says() -> None:
     assert encoding.weight.shape == (8, 400)
     assert abs(encoding.weight.std().item() - 0.03) < 0.002
     assert torch.equal(encoding.bias, torch.zeros(8))
+
+
+def test_more_forgotten_than_float16_holds_is_refused_in_words_of_the_encoding() -> None:
+    layout, sizes = Layout.causal(1, 200), (SPEC.num_heads, SPEC.num_kv_heads, SPEC.num_kv_heads)
+    gates = torch.full((1, SPEC.num_heads, 200, 1), -60000.0)  # their sum passes 65504 * 256 * SCALE, 5 million
+    for dtype in (torch.float16, torch.bfloat16):
+        q, k, v = (torch.randn(1, heads, 200, SPEC.head_dim).to(dtype) for heads in sizes)
+        score = encoding_of(FoX()).score(pairs_of(q, k, layout, gates))
+        if dtype == torch.bfloat16:
+            assert attended("sdpa", score, q, k, v, layout).isfinite().all()
+            continue
+        with pytest.raises(InvalidParameterError, match=r"places up to 12,000,000 .* hold 5,030,707\. Use bfloat16"):
+            attended("sdpa", score, q, k, v, layout)
