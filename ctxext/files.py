@@ -242,6 +242,14 @@ def whole_file(path: Path) -> Iterator[Path]:
 
 
 SHARD = re.compile(r"(.+)-\d{5}-of-\d{5}(\.safetensors)")
+# A variant's name lies elsewhere in that of an index than in that of the weights: model.fp16.safetensors.
+INDEX = re.compile(r"(.+)(\.\w+)\.index(\.[^.]+)?\.json")
+
+
+def weights_of(name: str) -> str:
+    """Return the name that the weights of an index would have in one file; any other name as it is."""
+    match = INDEX.fullmatch(name)
+    return name if match is None else f"{match[1]}{match[3] or ''}{match[2]}"
 
 
 @contextlib.contextmanager
@@ -292,7 +300,7 @@ def _replaced_weights(place: Path, written: set[str]) -> list[str]:
     """Return old weight files, whole or in shards, that new files under other names replace."""
     stems = {SHARD.sub(r"\1\2", name) for name in written if name.endswith(".safetensors")}
     old = [path.name for path in place.iterdir() if path.is_file() and path.name not in written]
-    return [name for name in old if SHARD.sub(r"\1\2", name.removesuffix(".index.json")) in stems]
+    return [name for name in old if SHARD.sub(r"\1\2", weights_of(name)) in stems]
 
 
 def write_whole(path: Path, content: str | bytes) -> None:

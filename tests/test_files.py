@@ -128,3 +128,16 @@ def test_two_threads_that_write_one_file_leave_the_whole_of_one(tmp_path: Path) 
         thread.join()
         assert half.read_text() == "mine"
     assert (path.read_text(), errors, os.listdir(tmp_path)) == ("mine", [], ["file.json"])
+
+
+@pytest.mark.parametrize("variant", ["", "fp16"])
+def test_an_index_goes_with_the_shards_that_it_names(variant: str, tmp_path: Path) -> None:
+    between = f".{variant}" if variant else ""
+    old = [f"model{between}-0000{n}-of-00002.safetensors" for n in (1, 2)] + [f"model.safetensors.index{between}.json"]
+    others = ["model.bf16.safetensors", "model.safetensors.index.bf16.json", "tokenizer.json", "my.index.json"]
+    for name in old + others:
+        (tmp_path / name).write_text("{}")
+    with whole_files(tmp_path, last=["config.json"]) as half:
+        for name in (f"model{between}.safetensors", "config.json"):
+            (half / name).write_text("{}")
+    assert {path.name for path in tmp_path.iterdir()} == {f"model{between}.safetensors", "config.json", *others}

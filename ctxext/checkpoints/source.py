@@ -41,6 +41,7 @@ from ctxext.files import (
     refuse_missing,
     refuse_no_config,
     refuse_no_weights,
+    weights_of,
 )
 from ctxext.models.refusals import UNFIT, check_config, refuse_lost_fields, refuse_two_stories, running_code
 from ctxext.rope_types import GUARD
@@ -375,9 +376,7 @@ def _parts_of_sentence_transformers(source: Path) -> set[str]:
 
 
 def _is_other(path: Path) -> bool:
-    name = path.name
-    is_index = name.endswith(".index.json") and Path(name.removesuffix(".index.json")).suffix in OTHER_WEIGHTS
-    return path.suffix in OTHER_WEIGHTS or is_index or any(path.match(pattern) for pattern in MISTRAL_FORMAT)
+    return Path(weights_of(path.name)).suffix in OTHER_WEIGHTS or any(path.match(pattern) for pattern in MISTRAL_FORMAT)
 
 
 def _check_weights(source: Path, contents: Contents) -> None:

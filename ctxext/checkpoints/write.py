@@ -65,6 +65,7 @@ from ctxext.files import (
     hidden_beside,
     is_choice,
     refuse_destination,
+    weights_of,
     whole_files,
 )
 from ctxext.methods import Method
@@ -320,7 +321,7 @@ def _write_weights(
     They stay in the dtype that they have, whatever the config says: of several, in one that rounds none.
     """
     load(source, method, dtype=contents.dtype, **arguments).save_pretrained(target)
-    contents.others = [path for path in contents.others if not path.name.endswith(".safetensors.index.json")]
+    contents.others = [path for path in contents.others if not weights_of(path.name).endswith(".safetensors")]
     contents.left_out += sorted(contents.tensors.keys() - contents.read - {path.name for path in contents.unread})
 
 
