@@ -67,12 +67,16 @@ class RetrievalSequences(DerivedSequences):
         self._ends: dict[int, bool] = {}  # what was asked of tokens; a functools.cache could not be pickled
 
     def require_room(self) -> None:
-        """Raise ``InvalidParameterError`` if none of the first sequences has room for its insertions."""
-        first = range(min(len(self), TRIED))
+        """Raise ``InvalidParameterError`` if none of the first sequences of any stage has room for its insertions."""
+        first, start = list[int](), 0
+        for stage in getattr(self.whole, "parts", [self.whole]):
+            first += range(start, start + min(len(stage), TRIED))
+            start += len(stage)
         if all(self._found(index, self.whole[index]) is None for index in first):
             raise InvalidParameterError(
-                f"None of the first {len(first)} sequences has room for {' or '.join(self.kinds)} to find again; the "
-                f"first has {self.length_of(0):,} tokens. Raise data.length, or leave out data.retrieval."
+                f"None of the first {len(first)} sequences has room for {' or '.join(self.kinds)} to find again; "
+                f"the longest has {max(map(self.length_of, first)):,} tokens. Raise data.length, or leave out "
+                f"data.retrieval."
             )
 
     def __getitem__(self, index: int) -> Item:

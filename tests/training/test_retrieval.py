@@ -17,6 +17,7 @@ from torch.nn.functional import cross_entropy
 
 import ctxext
 from ctxext.errors import InvalidParameterError
+from ctxext.training.curriculum import StagedSequences
 from ctxext.training.documents import TokenisedDocuments
 from ctxext.training.retrieval import BEGINNING, RETRIEVAL, RetrievalSequences
 from ctxext.training.sequences import IGNORED, TrainingSequences
@@ -128,9 +129,23 @@ def test_a_sequence_too_short_for_it_stays_as_it_is(documents: TokenisedDocument
 
 def test_a_run_whose_sequences_have_no_room_for_it_is_refused(settings: Any) -> None:
     with pytest.raises(
-        InvalidParameterError, match=r"first has 32 tokens\. Raise data\.length, or leave out data\.ret"
+        InvalidParameterError, match=r"longest has 32 tokens\. Raise data\.length, or leave out data\.ret"
     ):
         recipe.finetune(settings("--data.retrieval", "0.5"))
+
+
+@pytest.mark.parametrize("lengths", [(48, 900), (900, 48), (48, 48)])
+def test_a_run_is_refused_where_no_stage_has_room(
+    prose: TokenisedDocuments, tokenizer: Any, lengths: tuple[int, ...]
+) -> None:
+    """The first stage alone fills the first sequences, and may be too short to hold anything."""
+    parts = [TrainingSequences(prose, length=length, count=70, seed=5, target_length=TARGET) for length in lengths]
+    staged = RetrievalSequences(StagedSequences(parts), tokenizer, share=1.0, seed=5)
+    if max(lengths) == LENGTH:
+        staged.require_room()
+        return
+    with pytest.raises(InvalidParameterError, match=r"first 128 sequences .* longest has 48 tokens"):
+        staged.require_room()
 
 
 def test_no_space_is_doubled_where_a_tokenizer_puts_one_before_what_it_is_given(tokenizer: Any) -> None:
