@@ -50,6 +50,7 @@ SENTENCE = (
 )
 GUARDED_FIELDS = ("peft_type", "init_lora_weights")
 HOOK = "ctxext_adapters"
+CONVERSION = "supports_lora_conversion"  # what PEFT asks every layer of an adapter that it converts
 
 
 def is_adapter(directory: StrPath) -> bool:
@@ -186,6 +187,37 @@ class ExtendedAdapter:
         return any(type(holder) is dict and holder is not vars(self) for holder in gc.get_referrers(self.adapter))
 
 
+@dataclass(eq=False)
+class RefuseConversion:
+    """Replacement of ``supports_lora_conversion`` of one PEFT layer, which PEFT calls before it converts an adapter.
+
+    PEFT makes a new config for the LoRA that comes of it, and saves it by none of the ways that save an extension.
+
+    Args:
+        base: The base model, which may be extended or plain at the time of a call.
+    """
+
+    layer: Any
+    base: Any
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> RefuseConversion:
+        """Copy it for a copy of the layer, which may be a copy of the layer alone."""
+        return RefuseConversion(*(memo.get(id(part), part) for part in (self.layer, self.base)))
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Return PEFT's answer where the base model is plain.
+
+        Raises:
+            IncompatibleError: if it is extended.
+        """
+        if getattr(self.base.config, "ctxext", None) is not None:
+            raise IncompatibleError(
+                "PEFT would save the LoRA that it converts this adapter to without the extension of the base. Call "
+                "ctxext.unpatch(model), convert, and load the result by ctxext.load(path, method=..., factor=...)."
+            )
+        return type(self.layer).supports_lora_conversion(self.layer, *args, **kwargs)
+
+
 def _name_base(directory: Path, base: Any) -> None:
     """Name the base model in the model card that PEFT has written, where its config has a sentence now."""
     for place in (directory, directory.parent):  # the card of an adapter with a name is in the folder above
@@ -279,6 +311,9 @@ def _adopt(adapters: Any, base: Any, edits: Edits, *, saving: bool = False) -> N
             for config in (own, adapter) if saving else (own,):
                 config.base_model_name_or_path = None
         edits.set(adapters, name, own)
+        layer = next((part for part in base.modules() if hasattr(part, CONVERSION)), None)
+        if layer is not None and CONVERSION not in vars(layer):
+            edits.set(layer, CONVERSION, RefuseConversion(layer, base))
 
 
 def _is_unreadable(base: Any) -> bool:

@@ -28,6 +28,7 @@ from peft import (
     RandLoraConfig,
     VeraConfig,
     get_peft_model,
+    save_as_lora,
 )
 from peft.utils.hotswap import hotswap_adapter
 from torch import Tensor, nn
@@ -656,6 +657,25 @@ def test_an_adapter_that_is_converted_while_it_is_saved(is_wrapped_first: bool, 
         with pytest.raises(KeyError, match=re.escape(SENTENCE)):
             load()
     torch.testing.assert_close(logits(ctxext.load(converted), tokens()), expected, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("config", [LoHaConfig(r=2, target_modules=["q_proj"]), lora(r=4)], ids=["LoHa", "LoRA"])
+@pytest.mark.parametrize("is_wrapped_first", [False, True])
+def test_an_adapter_is_converted_without_the_extension(
+    config: Any, is_wrapped_first: bool, plain: Path, tmp_path: Path
+) -> None:
+    """PEFT saves the converted one by a config of its own, which would load onto the plain base without a word."""
+    base = base_of(plain)
+    model = extended(trained(base, config)) if is_wrapped_first else trained(extended(base), config)
+    expected = logits(model, tokens())
+    for each in (model, copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        with pytest.raises(IncompatibleError, match=r"without the extension.*unpatch.*ctxext\.load\(path, method"):
+            save_as_lora(tmp_path / "converted", each, rank=8)
+    assert not contents(tmp_path)
+    save_as_lora(tmp_path / "converted", ctxext.unpatch(model), rank=8)
+    loaded = ctxext.load(tmp_path / "converted", **EXTENSION)
+    torch.testing.assert_close(logits(loaded, tokens()), expected, rtol=1e-3, atol=1e-3)
 
 
 @pytest.mark.slow
