@@ -22,10 +22,10 @@ from ctxext.core.replaced import original_twin
 from ctxext.core.rotary import UNSEEN, RotaryPlace
 from ctxext.core.scaling import heads_of
 from ctxext.core.steps import ExtendedPart, register_description
-from ctxext.core.subject import Subject
+from ctxext.core.subject import Subject, shares_heads
 from ctxext.errors import BackendUnavailableError, IncompatibleError
 from ctxext.kernels import AttentionBackend, Call, Layout, Need, require_usable, select
-from ctxext.methods import EncodingMethod
+from ctxext.methods import EncodingMethod, Method
 from ctxext.spec import Description
 
 KNOWN_ARGUMENTS = frozenset(
@@ -160,8 +160,22 @@ def attention_layers(decoder: nn.Module) -> list[nn.Module]:
     ]
 
 
+def refuse_shared_heads(subject: Subject, method: Method, why: str = "tells heads apart") -> None:
+    """Refuse a method that needs all heads, on a model whose heads processes share (tensor parallelism).
+
+    Each process would take its own heads for all of them, or draw weights that no other has.
+    """
+    if shares_heads(subject.model):
+        raise IncompatibleError(
+            f"Method {method.name!r} {why}, and processes share the heads of this {subject.kind} (tensor parallelism). "
+            f"Take a method for all heads, such as yarn or self_extend, or load the model whole."
+        )
+
+
 def why_no_layer_attends_by_layout(subject: Subject, places: list[RotaryPlace], seen: Layers) -> str | None:
     """Return why ctxext's attention cannot replace the attention of any layer of this model; None if it may."""
+    if (getattr(getattr(subject.config, "distributed_config", None), "pp_size", None) or 1) > 1:
+        return "processes share its layers (pipeline parallelism)"
     decoder = decoder_of(subject, places[0])
     if not all(_rotates_like(subject, places[0], place) for place in places[1:]):
         return "its positions differ by layer type"

@@ -34,7 +34,7 @@ from ctxext.core.patching import patched_state
 from ctxext.core.rebuild import FAILURES
 from ctxext.core.scaling import stated_length
 from ctxext.core.steps import Moment, Step, Work, register
-from ctxext.core.subject import Subject
+from ctxext.core.subject import Subject, shares_heads
 from ctxext.errors import CtxextError, IncompatibleError, InvalidParameterError, PatchStateError, shown
 from ctxext.files import digest, parse_json, write_json
 from ctxext.methods.retrieval_heads import SHARE, RetrievalHeads
@@ -591,6 +591,11 @@ def _recording(subject: Subject, *, lifted: bool = False) -> Iterator[_Recorder]
         raise IncompatibleError(
             f"{type(model).__name__} is an encoder-decoder. Heads that retrieve are found in models that predict the "
             f"next token of one text."
+        )
+    if shares_heads(model):
+        raise IncompatibleError(
+            f"Processes share the heads of this {type(model).__name__} (tensor parallelism), and each sees its own "
+            f"alone. Load the model whole to score its heads."
         )
     if not type(model)._can_set_attn_implementation():
         raise _not_recorded(subject)

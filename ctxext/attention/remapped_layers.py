@@ -16,6 +16,7 @@ from ctxext.attention.attend import (
     TriedLayer,
     decoder_of,
     install_attention,
+    refuse_shared_heads,
     try_install,
     why_no_layer_attends_by_layout,
 )
@@ -45,6 +46,8 @@ def require_remappable(
         IncompatibleError: if they cannot; the message has the reason.
         InvalidParameterError: if the method's parameters do not fit the model.
     """
+    if isinstance(method, RetrievalHeads):
+        refuse_shared_heads(subject, method)
     if reason := why_no_layer_attends_by_layout(subject, places, layers):
         raise IncompatibleError(f"{_refusal(subject.text, method)}: {reason}.")
     return method.pieces(site.spec, method.target_length(site.spec.trained_length))

@@ -212,3 +212,8 @@ def cache_argument(module: nn.Module) -> str | None:
     """Return the name under which a module's class takes a cache; None if it takes none."""
     names = inspect.signature(type(module).forward).parameters
     return next((name for name in CACHE_ARGUMENTS if name in names), None)
+
+
+def shares_heads(model: nn.Module) -> bool:
+    """Tell whether tensor parallelism gives a process a part of the heads, which a plan of experts alone does not."""
+    return int(getattr(model, "_tp_size", None) or 1) > 1 and bool(getattr(model, "_tp_plan", None))

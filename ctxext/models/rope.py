@@ -122,8 +122,9 @@ class Rope(Architecture):
 
     def refuse_arguments(self, subject: Subject, method: Method, request: ExtensionArguments) -> None:
         if request.trained_length is not None and isinstance(method, RemapMethod):
-            from ctxext.attention.attend import Backends
+            from ctxext.attention.attend import Backends, refuse_shared_heads
 
+            refuse_shared_heads(subject, method)
             Backends(request.attention or "auto")
             _windows(subject, method, request, request.trained_length)
 

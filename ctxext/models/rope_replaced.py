@@ -6,7 +6,13 @@ import copy
 from typing import Any
 
 from ctxext.attention.alibi import AlibiAttend, bias_fingerprint
-from ctxext.attention.attend import Backends, install_attention, try_install, why_no_custom_attention
+from ctxext.attention.attend import (
+    Backends,
+    install_attention,
+    refuse_shared_heads,
+    try_install,
+    why_no_custom_attention,
+)
 from ctxext.attention.encodings import encoding_fingerprint, install_encoding, spec_of, why_not_run
 from ctxext.core.architecture import required_length
 from ctxext.core.edits import Edits
@@ -47,6 +53,8 @@ def replace_rotation(
     Raises:
         IncompatibleError: if ctxext's attention cannot replace that of the model.
     """
+    why = "brings weights of its own" if isinstance(method, EncodingMethod) else "tells heads apart"
+    refuse_shared_heads(subject, method, why)
     trained_length = required_length(subject, request)
     text, place, target = subject.text, places[0], method.target_length(trained_length)
     refusal = f"Method {method.name!r} cannot replace the rotation of this {text.model_type}"

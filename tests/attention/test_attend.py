@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -218,3 +219,34 @@ def test_borders_of_packed_documents_go_with_positions_that_restart(method: str)
     found = logits(model, ids, **borders, position_ids=restarting)
     each = torch.cat([logits(model, part) for part in ids.split(lengths, 1)], 1)
     torch.testing.assert_close(found, each, atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize(
+    ("method", "given"),
+    [("alibi", {}), ("retrieval_heads", {}), ("retrieval_heads", {"heads": [0]}), ("fire", {}), ("sinusoidal", {})],
+)
+def test_a_method_that_needs_all_heads_is_refused_where_processes_share_them(
+    method: str, given: dict[str, Any]
+) -> None:
+    """Under transformers' tensor parallelism a layer has some of its heads in each process."""
+    model = tiny()
+    model._tp_size = 2
+    with pytest.raises(IncompatibleError, match=r"processes share the heads of this llama \(tensor parallelism\)"):
+        ctxext.patch(model, method, factor=4.0, **given)
+    with pytest.raises(IncompatibleError, match="each sees its own alone"):
+        ctxext.heads(model)
+    model._tp_plan, plan = {}, model._tp_plan  # of experts alone
+    ctxext.unpatch(ctxext.patch(model, method, factor=4.0, **given))
+    model._tp_plan = plan
+    for of_all_heads in ("yarn", "self_extend"):
+        ctxext.unpatch(ctxext.patch(model, of_all_heads, factor=4.0))
+
+
+@pytest.mark.parametrize("method", ["alibi", "self_extend", "fire"])
+def test_attention_is_not_replaced_where_processes_share_layers(method: str) -> None:
+    """Under transformers' pipeline parallelism a process has some of the layers, and nothing in place of others."""
+    model = tiny()
+    model.config.distributed_config = SimpleNamespace(pp_size=2)
+    model.model.layers[1] = nn.Identity()
+    with pytest.raises(IncompatibleError, match=r"processes share its layers \(pipeline parallelism\)\.$"):
+        ctxext.patch(model, method, factor=4.0)
