@@ -111,6 +111,11 @@ class LongTrainer(Trainer):  # type: ignore[misc]
             raise self._not_a_number(f"A gradient is not finite (the loss is {loss.item():.4g})")
         return loss
 
+    def prediction_step(self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+        """Run one forward pass of an evaluation."""
+        inputs = {name: value for name, value in inputs.items() if name != "index"}
+        return super().prediction_step(model, inputs, *args, **kwargs)
+
     def _largest_gradient(self, model: nn.Module) -> float:
         """Sum over processes the largest number in each process's gradients: NaN on one process makes the sum NaN.
 
@@ -123,10 +128,10 @@ class LongTrainer(Trainer):  # type: ignore[misc]
         return float(among)
 
     def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
-        """Compute the Trainer's loss and check it before the backward pass, which with DeepSpeed changes weights."""
+        """Compute the Trainer's loss, and check it before a backward pass, which with DeepSpeed changes weights."""
         result = super().compute_loss(*args, **kwargs)
         loss = result[0] if isinstance(result, tuple) else result
-        if not torch.isfinite(loss):
+        if self.model.training and not torch.isfinite(loss):
             raise self._not_a_number(f"The loss is {loss.item()}")
         return result
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import pytest
@@ -64,3 +65,19 @@ def test_reads_of_a_step_do_not_grow_with_the_weights(tmp_path: Path) -> None:
 
     few, many = (reads(layers, steps=6) - reads(layers, steps=2) for layers in (1, 3))
     assert few == many
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("loss", ["a number", "NaN"])
+def test_an_evaluation_reads_what_training_does_and_takes_any_loss(loss: str, tmp_path: Path) -> None:
+    """The number of a sequence is for messages about training, and no argument of a model."""
+    trainer, read = trainer_of(tmp_path), list[set[str]]()
+    trainer.model.register_forward_pre_hook(lambda _, args, kwargs: read.append(set(kwargs)), with_kwargs=True)
+    if loss == "NaN":
+        trainer.model.get_input_embeddings().weight.data.fill_(torch.nan)
+    found = trainer.evaluate(trainer.train_dataset)["eval_loss"]
+    assert math.isnan(found) == (loss == "NaN")
+    assert all("index" not in names for names in read)
+    if loss == "NaN":
+        with pytest.raises(NotANumberError, match=r"The loss is nan in step 1"):
+            trainer.train()
