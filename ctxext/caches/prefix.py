@@ -27,7 +27,7 @@ from transformers.cache_utils import (
     StaticLayer,
 )
 
-from ctxext.caches.digest import weights_digest
+from ctxext.caches.digest import is_shared_out, weights_digest
 from ctxext.caches.held import HeldLayer, Reach
 from ctxext.caches.records import guards_of, plain_class
 from ctxext.core.saved import identity
@@ -208,8 +208,11 @@ def depends_on(subject: Subject) -> dict[str, Any]:
 
 
 def require_prefix(subject: Subject) -> None:
-    """Raise ``IncompatibleError`` if no longer text may go on from a cache of this model."""
-    if (reason := why_no_prefix(subject)) is not None:
+    """Raise ``IncompatibleError`` if no longer text may go on from a file of a cache of this model."""
+    reason = why_no_prefix(subject)
+    if reason is None and is_shared_out(subject.model):  # whose keys may be shared, too, and whose digest is unknown
+        reason = "processes share its weights"
+    if reason is not None:
         name = type(subject.chain[0]).__name__
         raise IncompatibleError(f"A text that {name} has read is not written to a file: {reason}.")
 

@@ -499,6 +499,21 @@ def test_a_file_of_another_model_is_refused_by_name(tmp_path: Path) -> None:
             ctxext.read(dynamic, BYTES, TEXT[:120], keep=keep, max_new_tokens=NEW).save(kept)
 
 
+@pytest.mark.parametrize("method", ["yarn", "self_extend"])
+def test_no_file_is_kept_of_weights_that_processes_share(method: str, tmp_path: Path) -> None:
+    """Their digest is unknown, as that of other shared weights is, and a process may have its own heads' keys only."""
+    kept, shared = tmp_path / "kept.safetensors", model(method)
+    ctxext.read(model(method), BYTES, TEXT[:120], keep=kept, max_new_tokens=NEW)
+    next(shared.parameters()).ds_id = 0  # as DeepSpeed ZeRO-3 does
+    before = kept.read_bytes()
+    for place in (kept, tmp_path / "other.safetensors"):
+        with pytest.raises(IncompatibleError, match="is not written to a file: processes share its weights"):
+            ctxext.read(shared, BYTES, TEXT[:120], keep=place, max_new_tokens=NEW)
+    with pytest.raises(IncompatibleError, match="processes share its weights"):
+        ctxext.read(shared, BYTES, TEXT[:120], max_new_tokens=NEW).save(kept)
+    assert kept.read_bytes() == before
+
+
 def test_a_selection_is_the_beginning_and_what_the_question_speaks_of() -> None:
     """By bytes: chunks of 128 letters, of which one holds the words of the question."""
     tokenizer = make_tokenizer(bos=False)
