@@ -39,6 +39,14 @@ class ForwardOverride:
         code: CodeType = type(self.module).forward.__code__
         return code
 
+    @property
+    def __func__(self) -> Any:
+        """The replacement as a function of the module, as code wants it that takes methods apart and binds them again.
+
+        accelerate does so where it prepares a model for mixed precision, and calls what it unwraps with the module.
+        """
+        return functools.partial(_called_on, self)
+
     def run(self, *args: Any, **kwargs: Any) -> Any:
         """Call the earlier replacement, or else the class's own forward."""
         if self.inner is not None:
@@ -52,6 +60,12 @@ class ForwardOverride:
         bound = self.__signature__.bind_partial(*args, **kwargs).arguments
         by_name: dict[str, Any] = bound | bound.pop("kwargs", {})
         return by_name
+
+
+def _called_on(override: Any, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """Call a replacement as a method of its module, or of a copy that was made of the module since."""
+    old = override.module
+    return (override if module is old else _rebound(override, old, module))(*args, **kwargs)
 
 
 @functools.cache

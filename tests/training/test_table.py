@@ -118,6 +118,14 @@ def test_rows_for_padding_and_causal_models_too(settings: Any, tmp_path: Path, k
     assert torch.equal(again.get_parameter(table.name), weight["new"]), "loading made new rows of the old"
 
 
+@pytest.mark.nightly
+def test_a_table_trained_in_bfloat16_is_measured_at_the_end(settings: Any, corpus: Path, tmp_path: Path) -> None:
+    """Where the loss in chunks has replaced a forward, and accelerate has wrapped and unwrapped it."""
+    recipe.finetune(settings("gpt2", dtype="bf16", evaluation={"text": [str(corpus)], "lengths": [100]}))
+    report = json.loads((tmp_path / "run" / "run.json").read_text())
+    assert report["evaluation"]["after"]["perplexity"]["answer"]
+
+
 @pytest.mark.parametrize("trained", [{}, {"table": None, "merge": True}], ids=["table", "adapter"])
 def test_a_tokenizer_that_cannot_be_saved_beside_the_model_is_refused_before_anything_is_trained(
     settings: Any, tmp_path: Path, trained: dict[str, Any]
