@@ -192,7 +192,7 @@ def install_encoding(
     install_attention(subject, place, EncodingAttend(decoder, backends), edits)
     for owner in _owners(decoder, method):
         loaded = getattr(owner, ENCODING, None)
-        encoding = _built(method, spec, owner) if loaded is None else loaded
+        encoding = _built(method, spec, owner, decoder) if loaded is None else loaded
         absent = any(weight.is_meta for weight in (*encoding.parameters(), *encoding.buffers()))
         if absent and any(hasattr(module, "_hf_hook") for module in owner.modules()):
             raise IncompatibleError(
@@ -230,12 +230,18 @@ def _owners(decoder: nn.Module, method: EncodingMethod) -> list[nn.Module]:
     return [decoder] if method.shared else attention_layers(decoder)
 
 
-def _built(method: EncodingMethod, spec: EncodingSpec, owner: nn.Module) -> Encoding:
-    """Build an encoding on the device and in the dtype of its owner's weights."""
-    like = next(weight for weight in owner.parameters() if weight.is_floating_point())
-    made_on = torch.device("meta" if like.is_meta else "cpu")  # a dry run draws no random numbers
+def _built(method: EncodingMethod, spec: EncodingSpec, owner: nn.Module, decoder: nn.Module) -> Encoding:
+    """Build an encoding on the device of its owner's weights, and in their dtype; quantised ones have the decoder's."""
+    place, source = next(owner.parameters()).device, owner if all(map(_is_number, owner.parameters())) else decoder
+    dtype = next(weight.dtype for weight in source.parameters() if _is_number(weight))
+    made_on = torch.device("meta" if place.type == "meta" else "cpu")  # a dry run draws no random numbers
     with torch.inference_mode(False), made_on:  # weights made in inference mode could not be trained
-        return method.build(spec).to(like.device, like.dtype)
+        return method.build(spec).to(place, dtype)
+
+
+def _is_number(weight: Tensor) -> bool:
+    """Return whether a weight is in floating point of 16 bits or more, as one that is not quantised."""
+    return weight.is_floating_point() and weight.dtype.itemsize > 1
 
 
 def _block_of(decoder: nn.Module, attention: nn.Module) -> nn.Module:
@@ -266,9 +272,9 @@ def with_encodings(chosen: Any, config: Any) -> Any:
             super().__init__(*args, **kwargs)
             subject = Subject(self)
             (place, *_), _ = find_places(subject)  # a tower that reads sound or images may rotate, too
-            spec = spec_of(subject, trained_length)
-            for owner in _owners(decoder_of(subject, place), method):
-                owner.add_module(ENCODING, _built(method, spec, owner))
+            spec, decoder = spec_of(subject, trained_length), decoder_of(subject, place)
+            for owner in _owners(decoder, method):
+                owner.add_module(ENCODING, _built(method, spec, owner, decoder))
 
     for name in ("__name__", "__qualname__", "__module__"):
         setattr(WithEncodings, name, getattr(plain, name))

@@ -463,3 +463,29 @@ def test_an_offloaded_model_is_refused_or_computes_the_same(tmp_path: Path) -> N
             expected = logits(model, tokens(LENGTH))
             for same in (ctxext.patch(offloaded, name, factor=4.0), load()):
                 assert torch.equal(logits(same, tokens(LENGTH)), expected)
+
+
+class Packed(nn.Module):
+    """A linear layer whose weights have 8 bits: whole numbers as of bitsandbytes, or DeepSeek's float8 with a scale."""
+
+    def __init__(self, linear: nn.Linear, dtype: torch.dtype) -> None:
+        super().__init__()
+        scale = linear.weight.abs().max().float() / 127
+        self.weight = nn.Parameter((linear.weight / scale).round().to(dtype), requires_grad=False)
+        self.weight_scale_inv = nn.Parameter(scale) if dtype.is_floating_point else scale
+
+    def forward(self, states: Tensor) -> Tensor:
+        return nn.functional.linear(states, self.weight.to(states.dtype) * self.weight_scale_inv.to(states.dtype))
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn], ids=str)
+@pytest.mark.parametrize("name", some(ENCODINGS, "fox", "t5_bias"))
+def test_quantised_layers_get_an_encoding_in_the_dtype_of_the_rest(name: str, dtype: torch.dtype) -> None:
+    """Whole numbers tell no dtype to compute in, float8 is none, and a scale has another."""
+    model = tiny().bfloat16()
+    for layer in model.model.layers:
+        for part in ("q_proj", "k_proj", "v_proj", "o_proj"):
+            setattr(layer.self_attn, part, Packed(getattr(layer.self_attn, part), dtype))
+    ctxext.patch(model, name, factor=4.0)
+    assert {weight.dtype for module in modules_of(model) for weight in module.parameters()} <= {torch.bfloat16}
+    assert logits(model, tokens(LENGTH)).isfinite().all()
