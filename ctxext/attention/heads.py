@@ -592,10 +592,10 @@ def _recording(subject: Subject, *, lifted: bool = False) -> Iterator[_Recorder]
             f"{type(model).__name__} is an encoder-decoder. Heads that retrieve are found in models that predict the "
             f"next token of one text."
         )
-    if shares_heads(model):
+    if shares_heads(model) or is_shared_out(model):
         raise IncompatibleError(
-            f"Processes share the heads of this {type(model).__name__} (tensor parallelism), and each sees its own "
-            f"alone. Load the model whole to score its heads."
+            f"Processes share the weights of this {type(model).__name__}, and heads are scored in a whole model. "
+            f"Load it whole to score its heads."
         )
     if not type(model)._can_set_attn_implementation():
         raise _not_recorded(subject)

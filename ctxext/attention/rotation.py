@@ -59,6 +59,9 @@ def rotation_form(
     decoder = decoder_of(subject, site)
     # Weights may be offloaded, sharded or on the meta device, or not yet on the device of another program's kernels.
     out_of_reach = any(weight.is_meta or not weight.numel() for weight in decoder.parameters())
+    # FSDP gathers weights for a whole pass: it takes the first module that runs for the outermost one, and a pass that
+    # ends in the middle leaves them gathered.
+    out_of_reach |= any(hasattr(module, "_get_fsdp_state") for module in decoder.modules())
     first = decoder.get_submodule(next(iter(far)))
     queries, tails = None, [False, True]
     if not out_of_reach and not replaced_in(type(first).__module__):

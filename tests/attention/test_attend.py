@@ -233,7 +233,7 @@ def test_a_method_that_needs_all_heads_is_refused_where_processes_share_them(
     model._tp_size = 2
     with pytest.raises(IncompatibleError, match=r"processes share the heads of this llama \(tensor parallelism\)"):
         ctxext.patch(model, method, factor=4.0, **given)
-    with pytest.raises(IncompatibleError, match="each sees its own alone"):
+    with pytest.raises(IncompatibleError, match="heads are scored in a whole model"):
         ctxext.heads(model)
     model._tp_plan, plan = {}, model._tp_plan  # of experts alone
     ctxext.unpatch(ctxext.patch(model, method, factor=4.0, **given))

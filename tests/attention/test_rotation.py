@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import distributed
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 
 import ctxext
 from ctxext.attention import remapped_layers
 from ctxext.checkpoints.load import extended_config
+from ctxext.errors import IncompatibleError
 from ctxext.kernels.pieces import RotationForm
 from ctxext.methods import METHODS
+from tests._models import logits, tiny, tokens
 from tests.walk.tiny import TRAINED_LENGTH, tiny_config, tiny_model
 
 # The functions that rotate take q and k with cosines and sines or with complex numbers, or one of the two at a time.
@@ -50,3 +59,26 @@ def test_it_is_what_running_the_first_layer_shows(model_type: str, forms: list[R
     ctxext.patch(model, method, trained_length=TRAINED_LENGTH)
     assert len(forms) == 2
     assert forms[0] == forms[1]
+
+
+@pytest.fixture
+def alone(tmp_path: Path) -> Iterator[DeviceMesh]:
+    """A mesh of one process."""
+    distributed.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
+    yield init_device_mesh("cpu", (1,))
+    distributed.destroy_process_group()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["self_extend", "alibi", "yarn"])
+def test_a_model_that_fsdp_manages_runs_as_a_whole_only(method: str, alone: DeviceMesh) -> None:
+    """FSDP takes the first module that runs for the outermost one, and gathers weights until its pass has ended."""
+    expected = logits(ctxext.patch(tiny(), method, factor=4.0), tokens(100))
+    model = tiny()
+    for part in (*model.model.layers, model):
+        fully_shard(part, mesh=alone)
+    ctxext.patch(model, method, factor=4.0)
+    assert all(isinstance(weight, DTensor) for weight in model.parameters())
+    torch.testing.assert_close(logits(model, tokens(100)), expected)
+    with pytest.raises(IncompatibleError, match="heads are scored in a whole model"):
+        ctxext.heads(ctxext.unpatch(model))
