@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import is_fake
 
-from ctxext.attention.attend import Backends, LayerCall
+from ctxext.attention.attend import Backends, LayerCall, require_float64
 from ctxext.caches.generation import LengthRule, fit_to_lengths, note_fitted_lengths
 from ctxext.caches.layout_mask import LayoutMask
 from ctxext.caches.records import current_pass
@@ -42,6 +42,7 @@ class AlibiAttend:
 
     def __call__(self, layer: LayerCall) -> Tensor:
         """Compute the attention of one layer, ``[batch, heads, seq, head_dim]``."""
+        require_float64(layer.q.device)
         layout = layer.mask.layout
         if not self.method.dynamic:
             return self._run(layer, layout, self.alibi.trained_length)

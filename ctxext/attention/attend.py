@@ -35,6 +35,8 @@ KNOWN_ARGUMENTS = frozenset(
     }
 )
 """Arguments of a layer's attention function that ctxext's attention takes, or that change no score."""
+WITHOUT_FLOAT64 = frozenset({"mps"})
+"""Kinds of devices that have no float64."""
 
 
 @dataclass
@@ -148,6 +150,15 @@ def decoder_of(subject: Subject, place: RotaryPlace) -> nn.Module:
     """Return the module that owns the rotary module, builds the mask and calls the layers."""
     owner: nn.Module = subject.model.get_submodule(place.path.rpartition(".")[0])
     return owner
+
+
+def require_float64(device: torch.device) -> None:
+    """Raise ``IncompatibleError`` for a device without float64, in which rotations and slopes are computed."""
+    if device.type in WITHOUT_FLOAT64:
+        raise IncompatibleError(
+            f"This method computes positions in float64, which {device.type} lacks. Move the model to the CPU. "
+            f"On a rotary model, yarn, ntk and pi need no float64."
+        )
 
 
 def attention_layers(decoder: nn.Module) -> list[nn.Module]:

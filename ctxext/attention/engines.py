@@ -17,7 +17,7 @@ from typing import ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from ctxext.attention.attend import Backends, LayerCall, as_autocast_wants, attend_as_before
+from ctxext.attention.attend import Backends, LayerCall, as_autocast_wants, attend_as_before, require_float64
 from ctxext.attention.remap import HeadPieces
 from ctxext.caches.call import current, holder_of
 from ctxext.caches.held import HeldLayer, Reach
@@ -81,6 +81,7 @@ class RemapAttend:
 
     def __call__(self, layer: LayerCall) -> Tensor:
         """Compute the attention of one layer, ``[batch, heads, seq, head_dim]``."""
+        require_float64(layer.q.device)
         if torch.compiler.is_compiling() and STEP.why_not(self, layer, None) is None:
             return STEP.run(self, layer, None)
         return self._outside(layer)

@@ -17,6 +17,7 @@ from ctxext.attention.attend import (
     decoder_of,
     install_attention,
     refuse_shared_heads,
+    require_float64,
     try_install,
     why_no_layer_attends_by_layout,
 )
@@ -140,6 +141,7 @@ def install_pieces(
     Raises:
         IncompatibleError: if its layers do not use the attention interface, or rotate in an unknown way.
     """
+    require_float64(subject.model.device)
     refusal = _refusal(rebuild.text, method)
     tried = try_install(rebuild, site)
     if tried.failure:

@@ -71,7 +71,7 @@ def rotation_form(
             trial.undo()
     if queries is None:
         queries, tails = _rotated_by_code(subject, site, first, refusal), [hasattr(subject.text, "qk_rope_head_dim")]
-    queries = queries.double().cpu()
+    queries = queries.cpu().double()
     still, moved = queries[:, :, :1], queries[:, :, 1:]
     start = torch.zeros(1, 1, dtype=torch.long)
     errors = {}
@@ -128,7 +128,7 @@ def _queries_of(decoder: nn.Module, known: Int[Tensor, " tokens"]) -> Tensor | N
             decoder(input_ids=tried.repeat(2)[:, None].to(device), position_ids=places, use_cache=False)
     except _Seen as seen:
         pairs = seen.queries.reshape(2, len(tried), *seen.queries.shape[1:])  # [position, token, heads, 1, head_dim]
-        sizes = pairs[0].double().flatten(1).norm(dim=1).nan_to_num(nan=0.0)
+        sizes = pairs[0].cpu().double().flatten(1).norm(dim=1).nan_to_num(nan=0.0)
         largest = int(sizes.argmax())
         return pairs[:, largest].permute(2, 1, 0, 3) if sizes[largest] > 0 else None
     except FAILURES:

@@ -127,7 +127,8 @@ class RotaryPlace:
         for length in lengths:
             positions, frequencies = sampled_positions(length), expected(length)
             with torch.no_grad():
-                cos, sin = (part.double().cpu() for part in self.output(rotary, positions))
+                # On the CPU first: not every device has float64.
+                cos, sin = (part.cpu().double() for part in self.output(rotary, positions))
             angle, scale = positions[:, None].double() * frequencies.inv_freq, frequencies.attention_scale
             half, width = angle.shape[-1], cos.shape[-1]
             # A pair of dimensions is half a head apart (Llama), side by side (GPT-J), or one complex number.
@@ -417,7 +418,7 @@ def _unlike(place: RotaryPlace, live: nn.Module, built: nn.Module, text: Any, tr
             if part.shape != target.shape:
                 return f"it returns {list(part.shape)} numbers, and the config's {list(target.shape)}"
             error = float(
-                (part.double().cpu() - target.double()).abs().max() / target.double().abs().max().clamp(min=1)
+                (part.cpu().double() - target.double()).abs().max() / target.double().abs().max().clamp(min=1)
             )
             if not error <= COS_ERROR:
                 return f"its {name} differs by {error:.2g} in a text of {length} tokens"

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ctxext.attention.alibi import AlibiAttend, bias_fingerprint
-from ctxext.attention.attend import Backends, LayerCall
+from ctxext.attention.attend import Backends, LayerCall, require_float64
 from ctxext.caches.call import PositionedForward
 from ctxext.caches.layout_mask import LayoutMask, layout_of
 from ctxext.caches.records import ATTENTION, cache_in
@@ -107,6 +107,7 @@ class AlibiArchitecture(Architecture):
                 f"Methods for it: alibi, pi, dynamic_pi."
             )
         refuse_choices(request, ("sliding_window",), f"this {config.model_type} has no sliding window")
+        require_float64(subject.model.device)
         self.refuse(subject, method)
         trained_length = required_length(subject, request)
         alibi = self.spec(subject, trained_length)

@@ -44,7 +44,7 @@ class OwnFrequencies:
         own = self.inv_freq
         given = state_dict.get(f"{prefix}inv_freq", own)
         is_read = not given.is_meta and given.shape == own.shape  # torch itself refuses another shape
-        if is_read and not torch.allclose(given.double().cpu(), own, ROUNDED, 1e-7):
+        if is_read and not torch.allclose(given.cpu().double(), own, ROUNDED, 1e-7):
             raise PatchStateError(
                 f"These weights hold {prefix}inv_freq of another extension than {self.method!r}, or of none. Call "
                 f"ctxext.unpatch(model) before load_state_dict, or load their checkpoint by ctxext.load."
@@ -81,7 +81,9 @@ class Esm(Architecture):
                 raise IncompatibleError(
                     f"The frequencies of this {subject.kind} are offloaded. Load it without offload_buffers=True."
                 )
-            edits.set(rotary, "inv_freq", (rotary.inv_freq.double() * ratio.to(rotary.inv_freq.device)).float())
+            held = rotary.inv_freq
+            exact = held if held.is_meta else held.cpu().double() * ratio  # not every device has float64
+            edits.set(rotary, "inv_freq", exact.float().to(held.device))
             edits.set(rotary, "_load_from_state_dict", OwnFrequencies(rotary, inv_freq, method.name))
             if not rotary.inv_freq.is_meta:  # there they come with the weights, and a config knows the plain ones only
                 edits.set(rotary, "_apply", PinnedApply(rotary))

@@ -10,6 +10,7 @@ from ctxext.attention.attend import (
     Backends,
     install_attention,
     refuse_shared_heads,
+    require_float64,
     try_install,
     why_no_custom_attention,
 )
@@ -89,6 +90,7 @@ def replace_rotation(
         notes = [NOTE.format(name=method.name), *([NEW.format(count=count, where=where)] if count else [])]
         fingerprint = encoding_fingerprint(method, spec)
     else:
+        require_float64(subject.model.device)
         alibi = AlibiSpec(num_heads=text.num_attention_heads, trained_length=trained_length)
         install_attention(subject, place, AlibiAttend(method, alibi, backends), edits, trial.crossing)
         notes = [NOTE.format(name="ALiBi"), *([BOTH_WAYS[method.splits_heads]] if trial.sees_both_ways else [])]

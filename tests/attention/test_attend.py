@@ -13,6 +13,7 @@ from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, StaticCach
 from transformers.models.llama.modeling_llama import LlamaAttention
 
 import ctxext
+from ctxext.attention import attend
 from ctxext.errors import IncompatibleError, PatchStateError
 from tests._models import FALCON, logits, qwen2_vl, tiny, tokens
 from tests.walk.tiny import TRAINED_LENGTH
@@ -250,3 +251,17 @@ def test_attention_is_not_replaced_where_processes_share_layers(method: str) -> 
     model.model.layers[1] = nn.Identity()
     with pytest.raises(IncompatibleError, match=r"processes share its layers \(pipeline parallelism\)\.$"):
         ctxext.patch(model, method, factor=4.0)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "method"), [("llama", "self_extend"), ("llama", "alibi"), ("bloom", "alibi"), ("bloom", "pi")]
+)
+def test_a_device_without_float64_is_refused_when_a_model_is_extended_and_when_it_was_moved_there(
+    model_type: str, method: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = ctxext.patch(tiny(model_type), method, factor=4.0, trained_length=TRAINED_LENGTH)
+    monkeypatch.setattr(attend, "WITHOUT_FLOAT64", {"cpu"})
+    with pytest.raises(IncompatibleError, match=r"float64, which cpu lacks\. Move the model"):
+        logits(model, tokens(100))
+    with pytest.raises(IncompatibleError, match=r"float64, which cpu lacks\. Move the model"):
+        ctxext.patch(tiny(model_type), method, factor=4.0, trained_length=TRAINED_LENGTH)

@@ -16,6 +16,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 import ctxext
 from ctxext.checkpoints.inspect import inspect_checkpoint
+from ctxext.core.rotary import RotaryPlace
 from ctxext.errors import IncompatibleError, PatchStateError
 from tests._checkpoints import try_only
 from tests._models import tiny, tokens
@@ -196,3 +197,27 @@ def test_inspect_finishes_whatever_rotary_code_raises(tmp_path: Path, monkeypatc
     found = inspect_checkpoint(tmp_path)
     assert found.trained_length == TRAINED_LENGTH
     assert {verdict.method for verdict in found.verdicts if "KeyError: 'rows'" in (verdict.refused or "")} == set(names)
+
+
+class WithoutFloat64(Tensor):
+    """Numbers on a device that has no float64, as MPS, until they are brought to the CPU."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is Tensor.double or any(value is torch.float64 for value in (*args, *(kwargs or {}).values())):
+            raise TypeError("Cannot convert a MPS Tensor to float64 dtype.")
+        plain = super().__torch_function__(func, types, args, kwargs)
+        return plain.as_subclass(Tensor) if func is Tensor.cpu else plain
+
+
+@pytest.mark.parametrize("method", ["yarn", "ntk", "pi", "dynamic_ntk"])
+def test_the_proofs_ask_no_float64_of_a_device(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, output = tiny(), RotaryPlace.output
+    live = set(model.modules())
+
+    def on_device(place: RotaryPlace, rotary: nn.Module, positions: Tensor) -> tuple[Tensor, ...]:
+        kind = WithoutFloat64 if rotary in live else Tensor
+        return tuple(part.as_subclass(kind) for part in output(place, rotary, positions))
+
+    monkeypatch.setattr(RotaryPlace, "output", on_device)
+    ctxext.patch(model, method, factor=4.0)
