@@ -157,4 +157,17 @@ def _rebound(value: Any, old: nn.Module, new: nn.Module) -> Any:
     return value
 
 
+def _require_averaged(work: Work) -> None:
+    """Refuse weights of an extension that ``DistributedDataParallel``, around the model already, does not know."""
+    for wrapper in work.subject.wrappers:
+        known = {id(weight) for weight in getattr(wrapper, "_module_parameters", ())}
+        for name, weight in wrapper.module.named_parameters() if known else ():
+            if weight.requires_grad and id(weight) not in known and name not in wrapper.parameters_to_ignore:
+                raise IncompatibleError(
+                    f"{type(wrapper).__name__} around this {work.subject.kind} would not average the gradients of "
+                    f"{name} over its processes. Extend the model first, and wrap it then."
+                )
+
+
 register(Step(Moment.REPLICAS, _follow_replicas))
+register(Step(Moment.REPLICAS, _require_averaged, applies=lambda work: work.subject.wrappers))

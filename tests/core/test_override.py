@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState
-from torch import Tensor, nn
+from torch import Tensor, distributed, nn
+from torch.nn.parallel import DistributedDataParallel
 
 import ctxext
+from ctxext.errors import IncompatibleError
 from ctxext.training.loss import chunk_loss
 from tests._models import FALCON, tiny, tokens
 
@@ -70,3 +73,35 @@ def test_an_extension_is_undone_after_accelerate_has_unwrapped_the_model(acceler
     expected = loss(tiny("bloom"))
     model = accelerator.prepare(ctxext.patch(tiny("bloom"), "pi", factor=4.0))
     assert torch.equal(loss(ctxext.unpatch(accelerator.unwrap_model(model, keep_fp32_wrapper=False))), expected)
+
+
+@pytest.fixture
+def _one_process(tmp_path: Path) -> Iterator[None]:
+    distributed.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
+    yield
+    distributed.destroy_process_group()
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("_one_process")
+@pytest.mark.parametrize(
+    ("model_type", "method"), [("llama", "fire"), ("llama", "fox"), ("gpt2", "tile"), ("bert", "pi")]
+)
+def test_weights_that_processes_would_not_average_are_refused(model_type: str, method: str) -> None:
+    """Each would go on with its own copy of them, after the first step another one."""
+    model = tiny(model_type)
+    wrapped, before = DistributedDataParallel(model), [id(weight) for weight in model.parameters()]
+    with pytest.raises(IncompatibleError, match=r"would not average .* over its processes\. Extend the model first"):
+        ctxext.patch(wrapped, method, factor=2.0)
+    assert [id(weight) for weight in model.parameters()] == before
+    DistributedDataParallel(ctxext.patch(model, method, factor=2.0))
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("_one_process")
+@pytest.mark.parametrize("method", ["yarn", "self_extend", "alibi"])
+def test_a_model_inside_a_data_parallel_one_is_extended(method: str) -> None:
+    model, expected = tiny(), loss(ctxext.patch(tiny(), method, factor=2.0))
+    model.model.layers[0].mlp.up_proj.weight.requires_grad_(False)
+    wrapped = DistributedDataParallel(model)
+    assert torch.equal(loss(ctxext.patch(wrapped, method, factor=2.0)), expected)

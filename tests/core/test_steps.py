@@ -31,6 +31,7 @@ def test_steps_run_in_the_order_of_their_moments_whatever_was_imported_first() -
         ("MODULES", "checkpoints.limits"),
         ("MODULES", "models.drafts"),
         ("REPLICAS", "core.override"),
+        ("REPLICAS", "core.override"),
         ("CONFIG", "checkpoints.limits"),
         ("CONFIG", "checkpoints.limits"),
         ("SAVING", "checkpoints.adapters"),
