@@ -185,7 +185,7 @@ def install_encoding(
     Encodings that are attached already stay: a loaded checkpoint has trained ones.
 
     Raises:
-        IncompatibleError: if the weights of an encoding would be offloaded.
+        IncompatibleError: if the weights of an encoding would be offloaded, or unknown to FSDP.
     """
     decoder = decoder_of(subject, place)
     layers = attention_layers(decoder)
@@ -193,6 +193,12 @@ def install_encoding(
     for owner in _owners(decoder, method):
         loaded = getattr(owner, ENCODING, None)
         encoding = _built(method, spec, owner, decoder) if loaded is None else loaded
+        brings = loaded is None and next(encoding.parameters(), None) is not None
+        if brings and any(hasattr(module, "_get_fsdp_state") for module in subject.model.modules()):
+            raise IncompatibleError(
+                f"FSDP manages this {subject.kind}, and would leave the weights of {method.name!r} to each process. "
+                f"Extend the model first, and wrap it then."
+            )
         absent = any(weight.is_meta for weight in (*encoding.parameters(), *encoding.buffers()))
         if absent and any(hasattr(module, "_hf_hook") for module in owner.modules()):
             raise IncompatibleError(

@@ -82,3 +82,7 @@ def test_a_model_that_fsdp_manages_runs_as_a_whole_only(method: str, alone: Devi
     torch.testing.assert_close(logits(model, tokens(100)), expected)
     with pytest.raises(IncompatibleError, match="heads are scored in a whole model"):
         ctxext.heads(ctxext.unpatch(model))
+    for encoding in ("fire", "fox"):
+        with pytest.raises(IncompatibleError, match="FSDP manages this llama, and would leave the weights"):
+            ctxext.patch(model, encoding, factor=4.0)
+    ctxext.patch(model, "sinusoidal", factor=4.0)  # which has no weights
