@@ -29,7 +29,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from ctxext.errors import BackendUnavailableError, InvalidParameterError
-from ctxext.kernels.blocks import PartRule, score_blocks
+from ctxext.kernels.blocks import QKV, OutputAndLse, PartRule, score_blocks
 from ctxext.kernels.layout import Layout
 
 
@@ -240,9 +240,7 @@ class AttentionBackend(ABC):
         """Return whether ``gradients`` is one fused kernel, which writes no weights out."""
         return False
 
-    def with_lse(
-        self, q: Tensor, k: Tensor, v: Tensor, rule: PartRule
-    ) -> tuple[Float[Tensor, "batch heads query value_dim"], Float[Tensor, "batch heads query"]]:
+    def with_lse(self, q: Tensor, k: Tensor, v: Tensor, rule: PartRule) -> OutputAndLse:
         """Compute attention without positions, and the log-sum-exp of each query's scores.
 
         Returns:
@@ -251,9 +249,7 @@ class AttentionBackend(ABC):
         """
         raise NotImplementedError
 
-    def gradients(
-        self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, grad: Tensor, rule: PartRule
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def gradients(self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, grad: Tensor, rule: PartRule) -> QKV:
         """Return gradients of q, k and v of a call of ``with_lse`` that was merged with others.
 
         This form materialises the weights of some queries at a time. A backend with a fused form overrides it, and

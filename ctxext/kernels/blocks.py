@@ -21,6 +21,12 @@ ROWS = 64
 """Least number of rows (queries times the query heads of a key head) in a block: fewer make slow matrix products."""
 
 
+QKV = tuple[Tensor, Tensor, Tensor]
+"""q, k and v, or their gradients."""
+OutputAndLse = tuple[Float[Tensor, "batch heads query value_dim"], Float[Tensor, "batch heads query"]]
+"""The output of attention, and the log-sum-exp of each query's scores."""
+
+
 class PartRule(NamedTuple):
     """The scores of a call without positions, and its visible pairs.
 

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from ctxext.errors import install_line
 from ctxext.kernels.base import AttentionBackend, Call, Need, evened
-from ctxext.kernels.blocks import PartRule
+from ctxext.kernels.blocks import QKV, OutputAndLse, PartRule
 from ctxext.kernels.columns import COLUMNS, with_columns
 from ctxext.kernels.layout import Layout
 
@@ -49,6 +49,10 @@ INSTALLED: dict[str, bool] = {
 
 # Since version 2.7 the backward pass of version 2 is an operator by itself, with a window of two numbers.
 TAKES_PARTS = not INSTALLED["flash"] or _says("flash_attn", "flash_attn_interface.py", "window_size_left: int")
+
+
+WithArguments = tuple[Tensor, Tensor, Tensor, Mapping[str, Any]]
+"""q, k and v, and further arguments of a kernel."""
 
 
 class _FlashFamily(AttentionBackend):
@@ -114,9 +118,7 @@ class _FlashFamily(AttentionBackend):
     def bands(self, need: Need) -> bool:
         return True
 
-    def with_lse(
-        self, q: Tensor, k: Tensor, v: Tensor, rule: PartRule
-    ) -> tuple[Float[Tensor, "batch heads query value_dim"], Float[Tensor, "batch heads query"]]:
+    def with_lse(self, q: Tensor, k: Tensor, v: Tensor, rule: PartRule) -> OutputAndLse:
         assert rule.mask is None, "why_not refuses layouts that need one"
         value_dim = v.shape[3]
         if not (self.takes_latent and (q.shape[3], value_dim) == (192, 128)):
@@ -132,7 +134,7 @@ class _FlashFamily(AttentionBackend):
         return out.transpose(1, 2)[..., :value_dim], lse
 
     @abstractmethod
-    def with_bias(self, call: Call) -> tuple[Tensor, Tensor, Tensor, Mapping[str, Any]]:
+    def with_bias(self, call: Call) -> WithArguments:
         """Return the tensors and the keyword arguments with which this version gets slopes and dropout."""
 
 
@@ -165,9 +167,7 @@ class Flash(_FlashFamily):
     def fuses(self, need: Need) -> bool:
         return TAKES_PARTS
 
-    def gradients(
-        self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, grad: Tensor, rule: PartRule
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def gradients(self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, grad: Tensor, rule: PartRule) -> QKV:
         if not TAKES_PARTS:
             return super().gradients(q, k, v, out, lse, grad, rule)
         assert rule.mask is None, "why_not refuses layouts that need one"
@@ -194,7 +194,7 @@ class Flash(_FlashFamily):
         dq, dk, dv = (x.transpose(1, 2) for x in grads)
         return dq[..., : widths[0]], dk[..., : widths[0]], dv[..., : widths[1]]
 
-    def with_bias(self, call: Call) -> tuple[Tensor, Tensor, Tensor, Mapping[str, Any]]:
+    def with_bias(self, call: Call) -> WithArguments:
         slopes = None if call.slopes is None else call.slopes.float()
         return call.q, call.k, call.v, {"dropout_p": call.dropout, "alibi_slopes": slopes}
 
@@ -221,7 +221,7 @@ class _Columned(_FlashFamily):
     def widest_for(self, need: Need) -> int:
         """Return the widest head that the kernels take on the device."""
 
-    def with_bias(self, call: Call) -> tuple[Tensor, Tensor, Tensor, Mapping[str, Any]]:
+    def with_bias(self, call: Call) -> WithArguments:
         return (call.q, call.k, call.v, {}) if call.slopes is None else (*with_columns(call), {})
 
 

@@ -32,7 +32,7 @@ from jaxtyping import Bool, Int
 from torch import Tensor
 
 from ctxext.errors import InvalidParameterError
-from ctxext.kernels.spans import find_spans, require_counted, require_distinct, require_no_hole
+from ctxext.kernels.spans import Extent, find_spans, require_counted, require_distinct, require_no_hole
 
 T = TypeVar("T")
 
@@ -45,9 +45,9 @@ class Span(NamedTuple):
     both ways), and no key outside.
     """
 
-    rows: tuple[int, int]
-    query: tuple[int, int]
-    key: tuple[int, int]
+    rows: Extent
+    query: Extent
+    key: Extent
 
 
 @dataclass(frozen=True, eq=False)

@@ -44,9 +44,10 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from ctxext.kernels.base import AttentionBackend, Call, Need, runs_triton, without_autocast
-from ctxext.kernels.blocks import PartRule
+from ctxext.kernels.blocks import QKV, PartRule
 from ctxext.kernels.layout import Layout, Span
 from ctxext.kernels.regions import FADING, FULL, rectangles, tiles
+from ctxext.kernels.spans import Extent
 from ctxext.methods.remap import PositionMap, Region
 
 TILE = 1 << 15
@@ -109,8 +110,8 @@ class Turn:
     def __call__(
         self,
         x: Float[Tensor, "batch heads seq head_dim"],
-        rows: tuple[int, int],
-        tokens: tuple[int, int],
+        rows: Extent,
+        tokens: Extent,
         *,
         back: bool = False,
     ) -> Float[Tensor, "batch heads seq head_dim"]:
@@ -132,7 +133,7 @@ class Turn:
             turned[:, :, start:stop] = self._turned(x[:, :, start:stop], rows, there, back)
         return turned
 
-    def _turned(self, x: Tensor, rows: tuple[int, int], tokens: tuple[int, int], back: bool) -> Tensor:
+    def _turned(self, x: Tensor, rows: Extent, tokens: Extent, back: bool) -> Tensor:
         """Return ``x``, rotated."""
         cos, sin = self._angles(rows if self.positions.shape[0] > 1 else (0, 1), tokens)
         wide = 2 * sin.shape[-1]
@@ -150,8 +151,9 @@ class Turn:
         """Return cosine and sine of the first tokens of all rows, ``[rows, 1, length, pairs]``."""
         return self._angles((0, self.positions.shape[0]), (0, length))
 
-    def _angles(self, rows: tuple[int, int], tokens: tuple[int, int]) -> tuple[Tensor, Tensor]:
-        """Return cosine and sine, ``[rows, 1, tokens, pairs]``."""
+    def _angles(self, rows: Extent, tokens: Extent) -> tuple[Tensor, Tensor]:
+        """Return cosine and sine, ``[rows, 1, tokens, pairs]``, of one row if all rows are equal."""
+        rows = rows if self.positions.shape[0] > 1 else (0, 1)
         key = (*rows, *tokens)
         if key not in self._parts:
             places = self.positions[slice(*rows), slice(*tokens)]
@@ -188,8 +190,8 @@ class Part(NamedTuple):
     """
 
     piece: int
-    query: tuple[int, int]
-    key: tuple[int, int]
+    query: Extent
+    key: Extent
     kind: str
     mask: Tensor | None = None
     window: int | None = None
@@ -198,8 +200,8 @@ class Part(NamedTuple):
 class Tile(NamedTuple):
     """Queries that are merged together: their rows and slots, as (start, stop), and their kernel calls."""
 
-    rows: tuple[int, int]
-    query: tuple[int, int]
+    rows: Extent
+    query: Extent
     parts: tuple[Part, ...]
 
 
@@ -238,7 +240,7 @@ class _Held(NamedTuple):
     slot: int
 
 
-def _slots(held: Sequence[_Held], positions: tuple[int, int]) -> tuple[int, int] | None:
+def _slots(held: Sequence[_Held], positions: Extent) -> Extent | None:
     """Return the slots of keys at these positions, (start, stop); None if they are not contiguous."""
     for start, stop, slot in held:
         if start <= positions[0] and positions[1] <= stop:
@@ -377,7 +379,7 @@ def _rows(device: str) -> int:
     return TILE if device == "cpu" else ACCELERATOR_TILE
 
 
-def _cut(x: Tensor, rows: tuple[int, int], heads: tuple[int, int], tokens: tuple[int, int]) -> Tensor:
+def _cut(x: Tensor, rows: Extent, heads: Extent, tokens: Extent) -> Tensor:
     """Return some rows, heads and tokens of a tensor, each as (start, stop)."""
     for dim, (start, stop) in enumerate((rows, heads, tokens)):
         if stop - start < x.shape[dim]:
@@ -406,7 +408,7 @@ class _Keys:
                 self.used[turn] = max(self.used.get(turn, 0), part.key[1])
         self._turned: dict[Turn, Tensor] = {}
 
-    def __call__(self, part: Part, rows: tuple[int, int], heads: tuple[int, int]) -> Tensor:
+    def __call__(self, part: Part, rows: Extent, heads: Extent) -> Tensor:
         """Return the keys of a part, of some rows and key heads, rotated for its piece."""
         turn = self.pieces[part.piece].key
         if turn is None or (part.key[1] <= self.settled and turn is self.pieces[-1].key):
@@ -461,9 +463,7 @@ class _Run:
             )
         return out, lse
 
-    def backward(
-        self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, grad: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def backward(self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, grad: Tensor) -> QKV:
         """Return gradients of q, k and v."""
         dq, dk, dv = (torch.empty_like(x) for x in (q, k, v))
         for query_heads, key_heads in _heads(q.shape[1], k.shape[1], self.key_heads * (q.shape[1] // k.shape[1])):
@@ -495,7 +495,7 @@ class _Run:
                     out[here] = total
 
     def _forward_tile(
-        self, q: Tensor, keys: _Keys, v: Tensor, tile: Tile, key_heads: tuple[int, int], out: Tensor, lse: Tensor
+        self, q: Tensor, keys: _Keys, v: Tensor, tile: Tile, key_heads: Extent, out: Tensor, lse: Tensor
     ) -> None:
         """Compute ``forward`` of one tile, for some query heads and the key heads that they read."""
         queries = self._queries(q, tile)
@@ -506,9 +506,7 @@ class _Run:
             _merge_into(out[here], lse[here], *result, self.pieces[part.piece].bias)
             del result  # so that two results are not held at once
 
-    def _backward_heads(
-        self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, grad: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def _backward_heads(self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, grad: Tensor) -> QKV:
         """Compute ``backward`` of some heads, in the precision of ``lse``."""
         dq, dv = (torch.zeros_like(x, dtype=lse.dtype) for x in (q, v))
         dk = {piece.key: torch.zeros_like(k, dtype=lse.dtype) for piece in self.pieces}

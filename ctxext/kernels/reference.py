@@ -10,7 +10,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from ctxext.kernels.base import AttentionBackend, Call, Need, expand_heads
-from ctxext.kernels.blocks import PartRule, by_some_queries, score_blocks
+from ctxext.kernels.blocks import OutputAndLse, PartRule, by_some_queries, score_blocks
 
 BYTES = 64 * 2**20
 """Memory in bytes of the scores that autograd computes at once. Below 32 MiB the C library keeps what is freed in one
@@ -63,9 +63,7 @@ class Reference(AttentionBackend):
     def bands(self, need: Need) -> bool:
         return True
 
-    def with_lse(
-        self, q: Tensor, k: Tensor, v: Tensor, rule: PartRule
-    ) -> tuple[Float[Tensor, "batch heads query value_dim"], Float[Tensor, "batch heads query"]]:
+    def with_lse(self, q: Tensor, k: Tensor, v: Tensor, rule: PartRule) -> OutputAndLse:
         q, k, v = q.detach(), k.detach(), v.detach()
         out = q.new_empty(*q.shape[:3], v.shape[-1])
         lse = q.new_empty(q.shape[:3], dtype=torch.promote_types(q.dtype, torch.float32))

@@ -21,6 +21,7 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from ctxext.errors import InvalidParameterError
+from ctxext.kernels.spans import Extent
 from ctxext.methods.remap import Ahead, Band, Chunks, Region, Sinks
 
 FULL, CAUSAL, FADING = "full", "causal", "fading"
@@ -40,8 +41,8 @@ class Rectangle(NamedTuple):
     a causal rectangle sees at most its last ``window`` keys.
     """
 
-    query: tuple[int, int]
-    key: tuple[int, int]
+    query: Extent
+    key: Extent
     kind: str
     window: int | None = None
 
@@ -56,9 +57,7 @@ class Rectangle(NamedTuple):
         return rows * (rows + 1) // 2 + (columns - rows) * rows - (hidden * late - late * (late - 1) // 2)
 
 
-def tiles(
-    regions: Sequence[Region], first: int, stop: int, size: int, *, bands: bool = False
-) -> Iterator[tuple[int, int]]:
+def tiles(regions: Sequence[Region], first: int, stop: int, size: int, *, bands: bool = False) -> Iterator[Extent]:
     """Cut queries ``first .. stop`` (positions) into tiles in which every region has the form above.
 
     A tile ends at the end of a chunk, and never exceeds the narrowest band. Queries before the first far key are

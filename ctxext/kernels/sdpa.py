@@ -13,10 +13,11 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ctxext.kernels.base import AttentionBackend, Call, Need, capability_of, evened, expand_heads
-from ctxext.kernels.blocks import PartRule, by_some_queries
+from ctxext.kernels.blocks import QKV, OutputAndLse, PartRule, by_some_queries
 from ctxext.kernels.columns import with_columns
 from ctxext.kernels.layout import Layout, Span
 from ctxext.kernels.reference import Reference
+from ctxext.kernels.spans import Extent
 
 aten = torch.ops.aten
 
@@ -122,9 +123,7 @@ class Sdpa(AttentionBackend):
         is_narrow = need.width % 8 == 0 and need.width <= MOST_BACKWARD and need.order != "free"
         return is_narrow and need.dtype in (torch.float16, torch.bfloat16) and (need.capability or (0, 0)) >= (8, 0)
 
-    def with_lse(
-        self, q: Tensor, k: Tensor, v: Tensor, rule: PartRule
-    ) -> tuple[Float[Tensor, "batch heads query value_dim"], Float[Tensor, "batch heads query"]]:
+    def with_lse(self, q: Tensor, k: Tensor, v: Tensor, rule: PartRule) -> OutputAndLse:
         assert rule.softcap is None, "refuses says that it has none"
         mask = rule.mask
         if q.device.type == "cpu" and torch.compiler.is_exporting():
@@ -146,9 +145,7 @@ class Sdpa(AttentionBackend):
             return out.reshape(*q.shape[:3], v.shape[3]), lse.reshape(q.shape[:3])
         return _fused(q, k, v, rule)
 
-    def gradients(
-        self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, grad: Tensor, rule: PartRule
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def gradients(self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, grad: Tensor, rule: PartRule) -> QKV:
         assert rule.softcap is None, "refuses says that it has none"
         width = max(q.shape[3], v.shape[3])
         is_flash = rule.mask is None and _is_for_flash(q) and width % 8 == 0 and width <= MOST_BACKWARD
@@ -163,7 +160,7 @@ class Sdpa(AttentionBackend):
             return _flash_backward(tensors, lse, rule)
         hidden = None if rule.mask is None else _as_bias(rule.mask, q)
         lse = lse.masked_fill(lse == -torch.inf, torch.inf)  # a query that sees nothing has no weights
-        grads: tuple[Tensor, Tensor, Tensor] = aten._scaled_dot_product_flash_attention_for_cpu_backward(
+        grads: QKV = aten._scaled_dot_product_flash_attention_for_cpu_backward(
             grad.to(q.dtype), q, k, v, out.to(q.dtype), lse, 0.0, rule.causal, attn_mask=hidden, scale=rule.scale
         )
         return grads
@@ -221,7 +218,7 @@ def _sides(window: int | None) -> dict[str, int]:
     return {} if window is None else {"window_size_left": window - 1, "window_size_right": 0}
 
 
-def _flash_backward(tensors: Sequence[Tensor], lse: Tensor, rule: PartRule) -> tuple[Tensor, Tensor, Tensor]:
+def _flash_backward(tensors: Sequence[Tensor], lse: Tensor, rule: PartRule) -> QKV:
     """Call the backward of CUDA's flash attention, on grad, q, k, v and the merged output."""
     by_token = [_aligned(x).transpose(1, 2) for x in tensors]
     lengths = (None, None, by_token[1].shape[1], by_token[2].shape[1])
@@ -295,7 +292,7 @@ class FusedKernel:
 
 def _by_blocks(kernel: FusedKernel, q: Tensor, k: Tensor, v: Tensor, spans: tuple[Span, ...], causal: bool) -> Tensor:
     """Run every span by itself, with zeros elsewhere; splitting tensors keeps the backward pass linear."""
-    groups: dict[tuple[int, int], list[Span]] = {}
+    groups: dict[Extent, list[Span]] = {}
     for span in spans:
         groups.setdefault(span.rows, []).append(span)
     if spans == (Span((0, q.shape[0]), (0, q.shape[2]), (0, k.shape[2])),):
@@ -350,10 +347,10 @@ def _after(kernel: FusedKernel, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return torch.lerp(far.to(share.dtype), near.to(share.dtype), share).to(q.dtype)
 
 
-def _sections(ranges: list[tuple[int, int]], length: int) -> tuple[list[int], list[tuple[int, int] | None]]:
+def _sections(ranges: list[Extent], length: int) -> tuple[list[int], list[Extent | None]]:
     """Cut ``0 .. length`` at sorted, disjoint ``ranges``; return sizes and the range of each, None for a gap."""
     sizes: list[int] = []
-    sections: list[tuple[int, int] | None] = []
+    sections: list[Extent | None] = []
     position = 0
     for start, stop in ranges:
         if start > position:

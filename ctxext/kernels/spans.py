@@ -8,7 +8,9 @@ from torch import Tensor
 
 from ctxext.errors import InvalidParameterError
 
-Block = tuple[tuple[int, int], tuple[int, int], tuple[int, int]]  # rows, queries, keys, as (start, stop)
+Extent = tuple[int, int]
+"""Start and stop of some rows, heads, slots or positions."""
+Block = tuple[Extent, Extent, Extent]  # rows, queries, keys
 
 
 def require_no_hole(name: str, keep: Bool[Tensor, "batch seq"], remedy: str) -> None:
@@ -89,13 +91,13 @@ def find_spans(
 
 def _row_blocks(
     qp: Int[Tensor, " query"], kp: Int[Tensor, " key"], qd: Int[Tensor, " query"], kd: Int[Tensor, " key"]
-) -> tuple[list[tuple[tuple[int, int], tuple[int, int]]], bool] | None:
+) -> tuple[list[tuple[Extent, Extent]], bool] | None:
     """Return the blocks of one row for ``find_spans``."""
     key_runs = _runs(kp, kd)
     query_runs = _runs(qp, qd)
     if key_runs is None or query_runs is None:
         return None
-    blocks: list[tuple[tuple[int, int], tuple[int, int]]] = []
+    blocks: list[tuple[Extent, Extent]] = []
     consecutive = True
     for document, (start, stop) in query_runs.items():
         if document not in key_runs:
@@ -109,11 +111,11 @@ def _row_blocks(
     return blocks, consecutive
 
 
-def _runs(positions: Int[Tensor, " seq"], documents: Int[Tensor, " seq"]) -> dict[int, tuple[int, int]] | None:
+def _runs(positions: Int[Tensor, " seq"], documents: Int[Tensor, " seq"]) -> dict[int, Extent] | None:
     """Return ``{document: (start, stop)}`` if each is one block of increasing positions, else None."""
     ids, counts = torch.unique_consecutive(documents, return_counts=True)
     stops = counts.cumsum(0)
-    runs: dict[int, tuple[int, int]] = {}
+    runs: dict[int, Extent] = {}
     for document, count, stop in zip(ids.tolist(), counts.tolist(), stops.tolist(), strict=True):
         if document < 0:
             continue
