@@ -19,7 +19,7 @@ import importlib.util
 import os
 import shutil
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -196,8 +196,29 @@ class Call:
             lse=lse,
             sees=layout.sees,
         )
-        how: dict[str, Any] = {"scale": scale, "slopes": slopes, "window": window, "dropout": dropout}
-        return cls(q=q, k=k, v=v, layout=layout, softcap=softcap, need=need, **how)
+        return cls(
+            q=q,
+            k=k,
+            v=v,
+            layout=layout,
+            scale=scale,
+            slopes=slopes,
+            window=window,
+            dropout=dropout,
+            softcap=softcap,
+            need=need,
+        )
+
+    @property
+    def expanded(self) -> tuple[Tensor, Tensor]:
+        """Keys and values with a head for each query head."""
+        return expand_heads(self.k, self.q.shape[1]), expand_heads(self.v, self.q.shape[1])
+
+    @property
+    def evened(self) -> Call:
+        """The call with the last dimensions of q, k and v padded with zeros to the largest of them."""
+        q, k, v = evened(self.q, self.k, self.v)
+        return replace(self, q=q, k=k, v=v, need=replace(self.need, head_dim=q.shape[3], value_dim=None))
 
 
 class AttentionBackend(ABC):

@@ -47,7 +47,8 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from ctxext.errors import InvalidParameterError
-from ctxext.kernels.base import Call, expand_heads
+from ctxext.kernels.base import Call
+from ctxext.kernels.blocks import QKV
 from ctxext.kernels.layout import Layout
 
 COLUMNS = 8
@@ -137,7 +138,7 @@ def layout_columns(
     return layout.memo(("columns", scale, dtype), build, owner=slopes)
 
 
-def with_columns(call: Call) -> tuple[Tensor, Tensor, Tensor]:
+def with_columns(call: Call) -> QKV:
     """Return q, k and v of a call with slopes: columns in front of q and k, as many zeros behind v.
 
     v is padded because fused kernels need equal head dimensions. Key heads are repeated to the number of query heads
@@ -145,13 +146,13 @@ def with_columns(call: Call) -> tuple[Tensor, Tensor, Tensor]:
     """
     assert call.slopes is not None
     assert call.layout.sees == "past", "columns cannot hold an absolute distance"
-    columns = layout_columns(call.layout, call.slopes, scale=call.scale, dtype=call.q.dtype)
-    heads = call.q.shape[1]
-    return (
-        torch.cat([columns[0], call.q], -1),
-        torch.cat([columns[1], expand_heads(call.k, heads)], -1),
-        F.pad(expand_heads(call.v, heads), (0, COLUMNS)),
-    )
+    return put_in_front(call, *layout_columns(call.layout, call.slopes, scale=call.scale, dtype=call.q.dtype))
+
+
+def put_in_front(call: Call, query: Tensor, key: Tensor) -> QKV:
+    """Return q and k of a call with columns in front, and v with as many zeros behind; key heads are repeated."""
+    k, v = call.expanded
+    return torch.cat([query, call.q], -1), torch.cat([key, k], -1), F.pad(v, (0, query.shape[-1]))
 
 
 def require_half(reach: int, slope: float, scale: float) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -97,9 +97,7 @@ class Sdpa(AttentionBackend):
         q, k, v, layout = call.q, call.k, call.v, call.layout
         is_short = q.shape[2] <= self.dense_rows and q.shape[2] < k.shape[2]
         if call.need.value_dim is not None and not (is_short and call.slopes is None):
-            q, k, v = evened(q, k, v)
-            need = replace(call.need, head_dim=q.shape[3], value_dim=None)
-            return self.attend(replace(call, q=q, k=k, v=v, need=need))[..., : call.v.shape[3]]
+            return self.attend(call.evened)[..., : call.v.shape[3]]
         if is_short:
             return _dense(kernel, call)
         if call.slopes is not None and layout.sees == "both":
@@ -365,22 +363,18 @@ def _sections(ranges: list[Extent], length: int) -> tuple[list[int], list[Extent
     return sizes, sections
 
 
-def _seen(
-    layout: Layout, window: int | None
+def seen(
+    layout: Layout, window: int | None, queries: slice | None = None
 ) -> tuple[Bool[Tensor, "batch 1 query key"], Bool[Tensor, "batch 1 query 1"]]:
-    """Return a mask without empty rows, and a marker of the rows that really see something."""
-
-    def build() -> tuple[Tensor, Tensor]:
-        visible = layout.visible(window)[:, None]
-        some = visible.any(-1, keepdim=True)
-        return visible | ~some, some
-
-    return layout.memo(("mask", window), build)
+    """Return a mask of some queries without empty rows, and a marker of the rows that really see something."""
+    visible = layout.visible(window, queries=queries)[:, None]
+    some = visible.any(-1, keepdim=True)
+    return visible | ~some, some
 
 
 def _masked(kernel: FusedKernel, q: Tensor, k: Tensor, v: Tensor, layout: Layout, window: int | None) -> Tensor:
     """Compute any layout with a mask of one byte per pair, shared by all heads."""
-    mask, some = _seen(layout, window)
+    mask, some = layout.memo(("mask", window), lambda: seen(layout, window))
     return torch.where(some, kernel(q, k, v, mask), 0.0)
 
 
@@ -405,17 +399,15 @@ def _by_distance(kernel: FusedKernel, call: Call) -> Tensor:
     q, layout, slopes, window = call.q, call.layout, call.slopes, call.window
     assert slopes is not None
     heads, length = q.shape[1], q.shape[2]
-    k, v = expand_heads(call.k, heads), expand_heads(call.v, heads)
+    k, v = call.expanded
     shared = layout
     if layout.whole and layout.consecutive:  # distances are the same in all rows
         shared = Layout(layout.query_positions[:1], layout.key_positions[:1], sees="both")
     size = max(1, BIAS_BYTES // (4 * heads * shared.batch * k.shape[2]))
 
     def some_rows(rows: slice) -> tuple[Tensor, Tensor]:
-        visible = shared.visible(window, queries=rows)[:, None]
-        some = visible.any(-1, keepdim=True)
-        bias = _bias(shared.distances(queries=rows), slopes, q)
-        return bias.masked_fill(~(visible | ~some), -torch.inf), some
+        mask, some = seen(shared, window, rows)
+        return _bias(shared.distances(queries=rows), slopes, q).masked_fill(~mask, -torch.inf), some
 
     def attend(rows: slice, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         bias, some = some_rows(rows)
@@ -439,7 +431,7 @@ def _dense(kernel: FusedKernel, call: Call) -> Tensor:
     folded = q.reshape(batch, kv_heads, heads // kv_heads * query, head_dim)
     if slopes is None and query == 1 and window is None and layout.whole:
         return kernel(folded, k, v).reshape(shape)
-    mask, some = _seen(layout, window)
+    mask, some = layout.memo(("mask", window), lambda: seen(layout, window))
     if slopes is None:
         shared = mask.expand(batch, heads // kv_heads, query, -1).reshape(batch, 1, folded.shape[2], -1)
         return torch.where(some, kernel(folded, k, v, shared).reshape(shape), 0.0)

@@ -19,7 +19,7 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from ctxext.kernels.base import AttentionBackend, Call, expand_heads, without_autocast
+from ctxext.kernels.base import AttentionBackend, Call, without_autocast
 from ctxext.kernels.blocks import PartRule
 
 QUERIES = 256
@@ -43,8 +43,8 @@ def attend_near_far(
     Args:
         above: surplus of near keys' scores over far keys', by distance.
     """
-    band, q, heads = above.shape[3], call.q, call.q.shape[1]
-    k, v = expand_heads(call.k, heads), expand_heads(call.v, heads)
+    band, q = above.shape[3], call.q
+    k, v = call.expanded
     outs, lses, size = [], [], max(QUERIES, band)
     for start in range(0, q.shape[2], size):
         stop, first = min(start + size, q.shape[2]), max(0, start - band + 1)

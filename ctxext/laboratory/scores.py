@@ -19,10 +19,9 @@ from torch import Tensor
 
 from ctxext.errors import InvalidParameterError
 from ctxext.kernels import AttentionBackend, Call
-from ctxext.kernels.base import evened, expand_heads
-from ctxext.kernels.blocks import by_some_queries
-from ctxext.kernels.columns import COLUMNS, HALF_MOST, columns_of
-from ctxext.kernels.sdpa import BIAS_BYTES, FusedKernel, Sdpa, bias_dtype
+from ctxext.kernels.blocks import QKV, by_some_queries
+from ctxext.kernels.columns import COLUMNS, HALF_MOST, columns_of, put_in_front
+from ctxext.kernels.sdpa import BIAS_BYTES, FusedKernel, Sdpa, bias_dtype, seen
 from ctxext.laboratory.near_far import attend_near_far, has_far_keys
 from ctxext.methods.encoding import Pairs, Weighting
 
@@ -82,9 +81,7 @@ class PairScore(Weighting):
         if not isinstance(backend, Sdpa):
             return _by_rows(self, call, fused=False)
         if call.need.value_dim is not None:
-            q, k, v = evened(call.q, call.k, call.v)
-            even = replace(call, q=q, k=k, v=v, need=replace(call.need, head_dim=q.shape[3], value_dim=None))
-            return self.attend(even, backend)[..., : call.v.shape[3]]
+            return self.attend(call.evened, backend)[..., : call.v.shape[3]]
         form, query = self.form(call.q.dtype), call.q.shape[2]
         far = form == "rows" and self.far_from is not None and has_far_keys(call, self.far_from)
         if far and backend.refuses(replace(call.need, lse=True)) is None:
@@ -131,16 +128,16 @@ class ByDistance(PairScore):
         return (by_distance[:, :-1] - by_distance[:, -1:])[None, :, None]
 
 
-def _with_columns(score: PairScore, call: Call) -> tuple[Tensor, Tensor, Tensor]:
+def _with_columns(score: PairScore, call: Call) -> QKV:
     """Return q, k and v of a call whose score is a product of further dimensions, put in front of q and k."""
     (query, key), (batch, heads) = score.columns(), call.q.shape[:2]
     room = -query.shape[-1] % COLUMNS  # head dimensions are multiples of 8, for fused kernels
     query = query / call.scale
     query, key = (F.pad(part, (0, room)).expand(batch, heads, -1, -1).to(call.q.dtype) for part in (query, key))
-    return _put_in_front(call, query, key)
+    return put_in_front(call, query, key)
 
 
-def _with_places(score: PairScore, call: Call) -> tuple[Tensor, Tensor, Tensor]:
+def _with_places(score: PairScore, call: Call) -> QKV:
     """Return q, k and v of a call whose score is the difference of two places, in columns as for slopes.
 
     The error is as in ``kernels.columns``, with the difference of two places for ``slope * distance``. Places of both
@@ -153,7 +150,7 @@ def _with_places(score: PairScore, call: Call) -> tuple[Tensor, Tensor, Tensor]:
     # Not centred as for slopes: the middle would depend on tokens that a query must not see.
     query = columns_of(-queries, scale=call.scale, dtype=dtype, side="query")
     key = columns_of(-keys, scale=call.scale, dtype=dtype, side="key")
-    return _put_in_front(call, query, key)
+    return put_in_front(call, query, key)
 
 
 def _require_half(place: float, scale: float) -> None:
@@ -165,29 +162,18 @@ def _require_half(place: float, scale: float) -> None:
         )
 
 
-def _put_in_front(call: Call, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return q and k with columns in front, and v with as many zeros behind; key heads are repeated."""
-    heads = call.q.shape[1]
-    return (
-        torch.cat([query, call.q], -1),
-        torch.cat([key, expand_heads(call.k, heads)], -1),
-        F.pad(expand_heads(call.v, heads), (0, query.shape[-1])),
-    )
-
-
 def _by_rows(score: PairScore, call: Call, *, fused: bool) -> Tensor:
     """Add a score for some queries at a time, and recompute it in a backward pass.
 
     Fused kernels give no gradient to a bias, so the softmax is written out if one is needed.
     """
-    kernel, layout, heads = FusedKernel(call.need, call.scale, call.dropout), call.layout, call.q.shape[1]
-    k, v = expand_heads(call.k, heads), expand_heads(call.v, heads)
+    kernel, layout = FusedKernel(call.need, call.scale, call.dropout), call.layout
+    k, v = call.expanded
     size = max(1, BIAS_BYTES // (4 * score.floats * layout.batch * k.shape[2]))
 
     def attend(rows: slice, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        visible = layout.visible(call.window, queries=rows)[:, None]
-        some = visible.any(-1, keepdim=True)
-        bias = score.rows(rows).masked_fill(~(visible | ~some), -torch.inf)
+        mask, some = seen(layout, call.window, rows)
+        bias = score.rows(rows).masked_fill(~mask, -torch.inf)
         if fused and not bias.requires_grad:
             return torch.where(some, kernel(q, k, v, bias.to(bias_dtype(q))), 0.0)
         scores = q.to(bias.dtype) @ k.to(bias.dtype).transpose(-1, -2) * call.scale + bias
