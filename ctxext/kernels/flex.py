@@ -13,7 +13,7 @@ from torch.nn.attention.flex_attention import AuxRequest, BlockMask, create_bloc
 
 from ctxext.errors import BackendUnavailableError
 from ctxext.kernels.base import AttentionBackend, Call, Need
-from ctxext.kernels.blocks import PartRule
+from ctxext.kernels.blocks import OutputAndLse, PartRule
 from ctxext.kernels.layout import Layout
 
 BLOCK = 128
@@ -65,29 +65,42 @@ class Flex(AttentionBackend):
         ):  # on CPU it refuses tensors that require a gradient, even without a backward pass
             q, k, v = q.detach(), k.detach(), v.detach()
         mask = layout.memo(("block mask", window), lambda: block_mask(layout, window))
-        kernel: Callable[..., Any] = flex_attention
-        if not torch.compiler.is_compiling():
-            kernel = _compiled(q.device.type)
         grouped = False
         if q.shape[1] != k.shape[1]:
             grouped = True
-        score_mod = _score_mod(None if slopes is None else slopes.float(), layout, call.softcap)
-        how = {"enable_gqa": grouped, "kernel_options": _options(q, k)}
-        out: Tensor = kernel(q, k, v, score_mod=score_mod, block_mask=mask, scale=call.scale, **how)
+        out: Tensor = _kernel(q.device)(
+            q,
+            k,
+            v,
+            score_mod=_score_mod(None if slopes is None else slopes.float(), layout, call.softcap),
+            block_mask=mask,
+            scale=call.scale,
+            enable_gqa=grouped,
+            kernel_options=_options(q, k),
+        )
         return out
 
-    def with_lse(
-        self, q: Tensor, k: Tensor, v: Tensor, rule: PartRule
-    ) -> tuple[Float[Tensor, "batch heads query value_dim"], Float[Tensor, "batch heads query"]]:
-        kernel: Callable[..., Any] = flex_attention
-        if not torch.compiler.is_compiling():
-            kernel = _compiled(q.device.type)
-        blocks = _blocks_of(rule, q.shape[2], k.shape[2], q.device)
-        grouped = q.shape[1] != k.shape[1]
+    def with_lse(self, q: Tensor, k: Tensor, v: Tensor, rule: PartRule) -> OutputAndLse:
         q, k, v = q.detach(), k.detach(), v.detach()
-        how = {"enable_gqa": grouped, "kernel_options": _options(q, k), "return_aux": AuxRequest(lse=True)}
-        out, extra = kernel(q, k, v, score_mod=_score_cap(rule.softcap), block_mask=blocks, scale=rule.scale, **how)
+        out, extra = _kernel(q.device)(
+            q,
+            k,
+            v,
+            score_mod=_score_cap(rule.softcap),
+            block_mask=_blocks_of(rule, q.shape[2], k.shape[2], q.device),
+            scale=rule.scale,
+            enable_gqa=q.shape[1] != k.shape[1],
+            kernel_options=_options(q, k),
+            return_aux=AuxRequest(lse=True),
+        )
         return out, extra.lse
+
+
+def _kernel(device: torch.device) -> Callable[..., Any]:
+    """Return FlexAttention, compiled unless it is being compiled."""
+    if torch.compiler.is_compiling():
+        return flex_attention
+    return _compiled(device.type)
 
 
 def _options(q: Tensor, k: Tensor) -> dict[str, bool] | None:
@@ -156,28 +169,21 @@ def _score_cap(softcap: float | None) -> Callable[..., Tensor] | None:
 def _score_mod(slopes: Tensor | None, layout: Layout, softcap: float | None) -> Callable[..., Tensor] | None:
     """Return cap and bias as a function of indices. Its tensors are inputs of the compiled kernel, not constants."""
     queries, keys = layout.query_positions, layout.key_positions
-    cap = _score_cap(softcap)
+    cap, both_ways = _score_cap(softcap), layout.sees == "both"
     if slopes is None:
         return cap
 
     @no_type_check  # traced by the kernel, where the bookkeeping of a type checker would be a side effect
     def subtract_bias(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
-        return score - slopes[h] * (queries[b, i] - keys[b, j])
+        if cap is not None:
+            score = cap(score, b, h, i, j)
+        distance = queries[b, i] - keys[b, j]
+        if both_ways:
+            distance = distance.abs()
+        return score - slopes[h] * distance
 
-    @no_type_check
-    def subtract_both_ways(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
-        return score - slopes[h] * (queries[b, i] - keys[b, j]).abs()
-
-    score_mod: Callable[..., Tensor] = subtract_both_ways if layout.sees == "both" else subtract_bias
-    if cap is None:
-        return score_mod
-
-    @no_type_check
-    def cap_and_subtract(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
-        return score_mod(cap(score, b, h, i, j), b, h, i, j)
-
-    both: Callable[..., Tensor] = cap_and_subtract
-    return both
+    score_mod: Callable[..., Tensor] = subtract_bias
+    return score_mod
 
 
 def _mask_mod(layout: Layout, window: int | None) -> Callable[..., Tensor]:
