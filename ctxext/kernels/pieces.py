@@ -119,8 +119,7 @@ class Turn:
         if runs_triton(x.device):
             from ctxext.kernels._turn_kernel import turn
 
-            angles = self._angles(rows if self.positions.shape[0] > 1 else (0, 1), tokens)
-            turned: Tensor = turn(x, *angles, self.form.interleaved, self.form.tail, back)
+            turned: Tensor = turn(x, *self._angles(rows, tokens), self.form.interleaved, self.form.tail, back)
             return turned
         # Rotation is computed in a wider dtype, so only for some tokens at a time.
         step = max(1, _rows(x.device.type) // x.shape[1])
@@ -135,7 +134,7 @@ class Turn:
 
     def _turned(self, x: Tensor, rows: Extent, tokens: Extent, back: bool) -> Tensor:
         """Return ``x``, rotated."""
-        cos, sin = self._angles(rows if self.positions.shape[0] > 1 else (0, 1), tokens)
+        cos, sin = self._angles(rows, tokens)
         wide = 2 * sin.shape[-1]
         start = x.shape[-1] - wide if self.form.tail else 0
         # The dimension of the two numbers of a pair, a complex number, and the shape of all pairs.
@@ -203,6 +202,10 @@ class Tile(NamedTuple):
     rows: Extent
     query: Extent
     parts: tuple[Part, ...]
+
+    def place_of(self, part: Part) -> slice:
+        """Return the place of a part's queries in the tile."""
+        return slice(part.query[0] - self.query[0], part.query[1] - self.query[0])
 
 
 def tiled(layout: Layout, regions: Sequence[Region], size: int, *, bands: bool = False) -> tuple[Tile, ...]:
@@ -501,7 +504,7 @@ class _Run:
         queries = self._queries(q, tile)
         for part in tile.parts:
             k_part, v_part = keys(part, tile.rows, key_heads), _cut(v, tile.rows, key_heads, part.key)
-            here = (slice(None), slice(None), slice(part.query[0] - tile.query[0], part.query[1] - tile.query[0]))
+            here = (slice(None), slice(None), tile.place_of(part))
             result = self._forward(part, queries(part), k_part, v_part)
             _merge_into(out[here], lse[here], *result, self.pieces[part.piece].bias)
             del result  # so that two results are not held at once
@@ -512,7 +515,7 @@ class _Run:
         dk = {piece.key: torch.zeros_like(k, dtype=lse.dtype) for piece in self.pieces}
         keys = self._keys(k)
         for tile in self.plan:
-            rows, start = slice(*tile.rows), tile.query[0]
+            rows = slice(*tile.rows)
             queries = self._queries(q[rows, :, slice(*tile.query)], tile)
             turned = {part.piece: torch.zeros_like(dq[rows, :, slice(*tile.query)]) for part in tile.parts}
             for part in tile.parts:
@@ -520,7 +523,7 @@ class _Run:
                 there = (rows, slice(None), slice(*part.key))
                 k_part = keys(part, tile.rows, (0, k.shape[1]))
                 grads = self._backward(part, queries(part), k_part, v[there], out[here], lse[here], grad[here])
-                turned[part.piece][:, :, part.query[0] - start : part.query[1] - start] += grads[0]
+                turned[part.piece][:, :, tile.place_of(part)] += grads[0]
                 dk[self.pieces[part.piece].key][there] += grads[1]
                 dv[there] += grads[2]
             for piece, d_query in turned.items():
@@ -539,8 +542,7 @@ class _Run:
             turn = self.pieces[part.piece].query
             if turn is not None and turn not in turned:
                 turned[turn] = turn(q, tile.rows, tile.query)
-            here = part.query[0] - tile.query[0], part.query[1] - tile.query[0]
-            return _cut(turned[turn], (0, q.shape[0]), (0, q.shape[1]), here)
+            return turned[turn][:, :, tile.place_of(part)]
 
         return queries
 
