@@ -55,7 +55,6 @@ def require_usable(name: str) -> None:
         UnknownNameError: if the name does not exist.
         BackendUnavailableError: if the backend is not installed.
     """
-    check_name(name)
     reason = None if name == "auto" else named(name).why_never()
     if reason is not None:
         usable = [each for each in PREFERENCE if BACKENDS[each]().why_never() is None]
@@ -79,7 +78,6 @@ def select(name: str, need: Need) -> tuple[AttentionBackend, dict[str, str]]:
         BackendUnavailableError: if the named backend, or for ``auto`` every backend, cannot serve the call. A named
             backend never falls back.
     """
-    check_name(name)
     order = [*PREFERENCE, *(candidate for candidate in BACKENDS if candidate not in PREFERENCE)]
     if (need.capability or (0, 0)) >= (9, 0) and not (need.biased or need.training):
         order.sort(key=lambda candidate: candidate not in NEWEST)
