@@ -22,7 +22,7 @@ from ctxext.attention.remap import HeadPieces
 from ctxext.caches.call import current, holder_of
 from ctxext.caches.held import HeldLayer, Reach
 from ctxext.caches.paged_batch import pads_little
-from ctxext.caches.records import outside_graphs
+from ctxext.caches.records import attends_of, outside_graphs
 from ctxext.core.steps import ExtendedPart, register_description
 from ctxext.errors import IncompatibleError
 from ctxext.kernels import Layout
@@ -246,8 +246,7 @@ ENGINES = (OWN, STEP, PIECES)
 def _name_step(part: ExtendedPart, description: Description) -> Description:
     """Tell by which engine a step in a growing cache is computed on this model now."""
     model = part.subject.model
-    attends = (vars(module).get("_ctxext_attend") for module in model.modules())
-    by = next((attend for attend in attends if isinstance(attend, RemapAttend)), None)
+    by = next((attend for attend in attends_of(model).values() if isinstance(attend, RemapAttend)), None)
     if by is None:
         return description
     reason = why_no_kernel(torch.empty(1, dtype=model.dtype, device=model.device), by.pieces)

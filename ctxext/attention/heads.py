@@ -29,6 +29,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from ctxext.attention.attend import LayerCall, attention_function
 from ctxext.attention.engines import RemapAttend
 from ctxext.caches.digest import is_shared_out, sample
+from ctxext.caches.records import attends_of
 from ctxext.core.edits import Edits
 from ctxext.core.patching import patched_state
 from ctxext.core.rebuild import FAILURES
@@ -250,7 +251,7 @@ def retrieval_share(model: Any, *, seed: int = 0) -> float:
             "Processes share the weights of this model, and its heads are measured in a whole one. Measure none, or "
             "take data parallelism (recipes/accelerate/ddp.yaml)."
         )
-    layers = {m: by for m in subject.model.modules() if isinstance(by := vars(m).get("_ctxext_attend"), RemapAttend)}
+    layers = {layer: by for layer, by in attends_of(subject.model).items() if isinstance(by, RemapAttend)}
     exact = min(by.exact_length for by in layers.values())
     if exact < LEAST:
         raise IncompatibleError(
@@ -582,7 +583,7 @@ def _recording(subject: Subject, *, lifted: bool = False) -> Iterator[_Recorder]
         PatchStateError: the model is patched.
     """
     model = subject.model
-    if vars(model).get("_ctxext") is not None:
+    if patched_state(model) is not None:
         raise PatchStateError(
             f"This {type(model).__name__} is extended by ctxext, and its heads are found without that. Call "
             f"ctxext.unpatch first."

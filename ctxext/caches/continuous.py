@@ -14,7 +14,7 @@ import transformers
 from transformers import ContinuousBatchingConfig, PreTrainedModel
 from transformers.generation.continuous_batching import ContinuousBatchingManager
 
-from ctxext.caches.records import ATTENTION, PAGED_IN_LAYERS
+from ctxext.caches.records import ATTENTION, PAGED_IN_LAYERS, attends_of
 from ctxext.core.rebuild import FAILURES
 from ctxext.core.steps import Moment, Step, Work, register
 from ctxext.core.subject import Subject
@@ -32,12 +32,6 @@ class ContinuousBatching:
     subject: Subject
     method: Method
     by_layout: bool
-
-    @property
-    def attends(self) -> list[Any]:
-        """Objects that compute attention instead of the model's layers."""
-        modules = (vars(module) for module in self.subject.model.modules())
-        return [attributes["_ctxext_attend"] for attributes in modules if "_ctxext_attend" in attributes]
 
     @property
     def is_special(self) -> bool:
@@ -104,7 +98,7 @@ class ContinuousBatching:
         unfit = sorted(kinds - {"full_attention", "sliding_attention"})
         if self.method.dynamic and getattr(self.method, "growth", None) != "request":
             return "positions would change while a text grows; with growth='request' they do not"
-        reads_pages = [getattr(attend, "reads_pages", False) for attend in self.attends]
+        reads_pages = [getattr(each, "reads_pages", False) for each in attends_of(self.subject.model).values()]
         if self.by_layout and not (reads_pages and all(reads_pages)):
             return "its attention reads no paged cache"
         if not PAGED_IN_LAYERS:

@@ -86,6 +86,11 @@ class Filled:
         return self.fitted_lengths[row] if len(self.fitted_lengths) == rows else None
 
 
+def attends_of(model: nn.Module) -> dict[nn.Module, Any]:
+    """Return the layers whose attention ctxext computes, each with the object that computes it."""
+    return {layer: vars(layer)["_ctxext_attend"] for layer in model.modules() if "_ctxext_attend" in vars(layer)}
+
+
 def cache_in(arguments: Mapping[str, Any]) -> Any:
     """Return the cache among the arguments of a call; None if there is none."""
     return next((arguments[name] for name in CACHE_ARGUMENTS if arguments.get(name) is not None), None)

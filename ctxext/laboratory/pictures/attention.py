@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ctxext.attention.attend import LayerCall
+from ctxext.caches.records import attends_of
 from ctxext.core.edits import Edits
 from ctxext.core.patching import unpatch
 from ctxext.errors import IncompatibleError, InvalidParameterError
@@ -149,14 +150,14 @@ def attention_of(
     Raises:
         IncompatibleError: its attention can be seen in neither way.
     """
-    own = [module for module in model.modules() if "_ctxext_attend" in module.__dict__]
+    own = attends_of(model)
     weights = _of_ours(model, own, tokens, last) if own else _of_its_own(model, tokens, last)
     if not weights:
         raise IncompatibleError(f"{type(model).__name__} does not tell its attention, by eager or by ctxext's.")
     return torch.stack(weights)
 
 
-def _of_ours(model: PreTrainedModel, layers: list[nn.Module], tokens: Tensor, last: int) -> list[Tensor]:
+def _of_ours(model: PreTrainedModel, layers: dict[nn.Module, Any], tokens: Tensor, last: int) -> list[Tensor]:
     """Return the weights of ctxext's attention, which are its output for unit vectors as values."""
     edits, weights = Edits(), list[Tensor]()
 
@@ -173,8 +174,8 @@ def _of_ours(model: PreTrainedModel, layers: list[nn.Module], tokens: Tensor, la
 
         return attention
 
-    for layer in layers:
-        edits.set(layer, "_ctxext_attend", watched(layer.__dict__["_ctxext_attend"]))
+    for layer, attend in layers.items():
+        edits.set(layer, "_ctxext_attend", watched(attend))
     try:
         model(tokens, use_cache=False)
     finally:
