@@ -60,6 +60,10 @@ class Backends:
             backend = self._chosen[need] = select(self.name, need)[0]
         return backend
 
+    def run(self, call: Call) -> Tensor:
+        """Compute a call by the backend that serves it."""
+        return self.for_(call.need).run(call)
+
 
 class LayerCall(NamedTuple):
     """One call of an attention layer, with queries and keys as the model rotated them.
@@ -357,7 +361,7 @@ class CrossAttend:
                 "attention needs. Give the model the encoder's output, or unpatch it for such inputs."
             )
         call = layer.call(window=None)
-        return self.backends.for_(call.need).run(call)
+        return self.backends.run(call)
 
 
 def install_attention(

@@ -62,7 +62,7 @@ class EncodingAttend:
             layer = layer._replace(q=q, k=k, v=v)
             call, score = layer.call(), self._score(layer)
             if score is None:
-                return self.backends.for_(call.need).run(call)
+                return self.backends.run(call)
             return score.attend(call, self.backends.for_(replace(call.need, encoded=True)))
 
     def _score(self, layer: LayerCall) -> Weighting | None:
