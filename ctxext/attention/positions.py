@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from transformers import AttentionInterface, AttentionMaskInterface
@@ -107,7 +108,7 @@ def _layout_mask(
 def _over_all_slots(attention_mask: Tensor, slots: _Slots) -> Tensor:
     """Pad the mask to the length of a static cache; a growing mask would need a graph for each token."""
     empty = slots.kv_offset + slots.key - attention_mask.shape[-1]
-    return torch.nn.functional.pad(attention_mask, (0, max(empty, 0)))
+    return F.pad(attention_mask, (0, max(empty, 0)))
 
 
 def _across(slots: _Slots, attention_mask: Tensor | None) -> Layout:
@@ -253,24 +254,21 @@ def _first_pass(positions: Tensor, keep: Tensor | None, key: int) -> Layout:
     positions = torch.where(of_slots, positions - keep.int().argmax(1, keepdim=True), positions)
     # Padding may stand between two tokens, so compare with the newest token before, not with the neighbour.
     last = torch.where(keep, index, -1).cummax(1).values
-    before = torch.nn.functional.pad(last[:, :-1], (1, 0), value=-1)
+    before = F.pad(last[:, :-1], (1, 0), value=-1)
     previous = positions.gather(1, before.clamp(min=0))
     starts = keep & (before >= 0) & (positions <= previous)
-    odd = starts & (
-        positions != 0
-    )  # gaps inside a document are allowed (PoSE), steps back to another position than 0 are not
+    # Gaps inside a document are allowed (PoSE), steps back to another position than 0 are not.
+    odd = starts & (positions != 0)
     if not compiling and bool(odd.any()):
         row, token = odd.nonzero()[0].tolist()
         raise InvalidParameterError(
             f"position_ids go from {int(previous[row, token])} to {int(positions[row, token])} in row {row}. They must "
             f"increase, or restart at 0 where a new document begins."
         )
-    documents = starts.long().cumsum(1)
     places = torch.where(keep, positions, 0)
-    documents = torch.where(keep, documents, -1)
+    documents = torch.where(keep, starts.long().cumsum(1), -1)
     empty = (0, key - query)
-    key_places = torch.nn.functional.pad(places, empty)
-    return Layout.of(places, key_places, documents, torch.nn.functional.pad(documents, empty, value=-1))
+    return Layout.of(places, F.pad(places, empty), documents, F.pad(documents, empty, value=-1))
 
 
 def _padded(
@@ -324,7 +322,7 @@ def _require_agreement(given: Tensor | None, counted: Tensor, slots: Tensor, rea
 def _keep(attention_mask: Tensor, key: int, kv_offset: int) -> Tensor:
     """Return the two-dimensional mask over this layer's key slots; slots beyond the mask are empty."""
     keep = attention_mask[:, kv_offset : kv_offset + key].bool()
-    return torch.nn.functional.pad(keep, (0, key - keep.shape[1]))
+    return F.pad(keep, (0, key - keep.shape[1]))
 
 
 def _attention(
