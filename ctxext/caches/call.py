@@ -18,10 +18,13 @@ from transformers.generation.continuous_batching import PagedAttentionCache
 from ctxext.caches.held import HeldLayer, held_layers
 from ctxext.caches.layout_mask import LayoutMask
 from ctxext.caches.paged_batch import PagedBatch
-from ctxext.caches.records import ATTENTION, cache_in
+from ctxext.caches.records import ATTENTION, Given, cache_in, cached_tokens
 from ctxext.core.override import ForwardOverride
 from ctxext.errors import IncompatibleError, InvalidParameterError, PatchStateError
 from ctxext.kernels import Layout
+
+Declared = int | Sequence[int]
+"""A declared length in tokens, or one for each row."""
 
 
 @dataclass(frozen=True)
@@ -29,7 +32,7 @@ class DecoderCall:
     """Arguments of the running decoder call, for the mask function that runs inside it."""
 
     position_ids: Tensor | None
-    length: int | Sequence[int] | None
+    length: Declared | None
     shard: LayoutMask | None = None
     cache: Any = None
     has_encoder: bool = False
@@ -99,7 +102,7 @@ class PositionedForward(ForwardOverride):
             current.call = outer
 
 
-def _require_restarts(given: dict[str, Any]) -> None:
+def _require_restarts(given: Given) -> None:
     """Refuse borders of packed documents that positions do not tell: positions are all that ctxext goes by.
 
     Continuous batches have such borders too, and positions that go on from a cache.
@@ -110,8 +113,7 @@ def _require_restarts(given: dict[str, Any]) -> None:
     if torch.compiler.is_compiling():
         starts, is_told = borders, positions is not None  # a graph reads no values
     else:
-        width = (given["inputs_embeds"] if given.get("input_ids") is None else given["input_ids"]).shape[1]
-        starts = borders[borders % width != 0].long()  # rows do not see each other
+        starts = borders[borders % tokens_in(given).shape[1] != 0].long()  # rows do not see each other
         is_told = positions is not None and not bool(
             positions.flatten()[starts.to(positions.device) % positions.numel()].any()
         )
@@ -122,7 +124,13 @@ def _require_restarts(given: dict[str, Any]) -> None:
         )
 
 
-def _tokens(declared: Any) -> int | Sequence[int]:
+def tokens_in(given: Given) -> Any:
+    """Return the tokens among the arguments of a call, or their embeddings; None without either."""
+    tokens = given.get("input_ids")
+    return given.get("inputs_embeds") if tokens is None else tokens
+
+
+def _tokens(declared: Any) -> Declared:
     """Return a declared length, or one length for each row, in Python's numbers."""
     found: Any = declared.tolist() if hasattr(declared, "tolist") else declared  # of torch and numpy
     if isinstance(found, str) or not isinstance(found, int | Sequence):
@@ -151,9 +159,9 @@ class SharedForward(PositionedForward):
         return super().run(*args, **(kwargs if shard is None else kwargs | {"ctxext_layout": shard}))
 
 
-def _shard(given: dict[str, Any], call: DecoderCall) -> LayoutMask:
+def _shard(given: Given, call: DecoderCall) -> LayoutMask:
     """Return the layout of a shard, from the arguments of its call."""
-    mask, tokens = given.get("attention_mask"), given.get("input_ids")
+    mask = given.get("attention_mask")
     if call.position_ids is None or call.length is None:
         raise InvalidParameterError(
             "A shard of a sequence (ctxext_sharded=True) needs ctxext_length, the whole length in tokens, and "
@@ -161,11 +169,11 @@ def _shard(given: dict[str, Any], call: DecoderCall) -> LayoutMask:
         )
     if isinstance(mask, Tensor) and not bool(mask.all()):
         raise IncompatibleError("A shard of a sequence cannot be padded: its engine takes no mask. Cut or fill texts.")
-    rows = (given["inputs_embeds"] if tokens is None else tokens).shape[0]
+    rows = tokens_in(given).shape[0]
     return LayoutMask(Layout.shard(call.position_ids.expand(rows, -1)), call.length)
 
 
-def _checked(config: Any, given: dict[str, Any]) -> dict[str, Any]:
+def _checked(config: Any, given: Given) -> Given:
     """Refuse arguments that attention by positions cannot serve; return a replacement of the mask, if any."""
     if given.get("output_attentions") or getattr(config, "output_attentions", False):
         raise IncompatibleError(
@@ -182,7 +190,7 @@ def _checked(config: Any, given: dict[str, Any]) -> dict[str, Any]:
     return {"attention_mask": _padding_among(mask, given)} if isinstance(mask, dict) else {}
 
 
-def _padding_among(masks: dict[str, Any], given: dict[str, Any]) -> Tensor | None:
+def _padding_among(masks: dict[str, Any], given: Given) -> Tensor | None:
     """Return the padding mask out of the masks that generate() prepared for each layer type.
 
     Under the name ctxext, the mask of attention layers is the padding mask, over all slots of a static cache. Recurrent
@@ -190,11 +198,10 @@ def _padding_among(masks: dict[str, Any], given: dict[str, Any]) -> Tensor | Non
     """
     padding = (mask for mask in masks.values() if mask is not None)
     longest: Tensor | None = max(padding, key=lambda mask: mask.shape[-1], default=None)
-    tokens = given.get("input_ids") if given.get("inputs_embeds") is None else given["inputs_embeds"]
+    tokens = tokens_in(given)
     if longest is None or tokens is None or tokens.shape[1] == 1 or torch.compiler.is_compiling():
         return longest
-    cache = cache_in(given)
-    return longest[:, : (0 if cache is None else int(cache.get_seq_length())) + tokens.shape[1]]
+    return longest[:, : cached_tokens(cache_in(given)) + tokens.shape[1]]
 
 
 def holder_of(keys: Tensor) -> HeldLayer | None:
@@ -208,6 +215,6 @@ def paged_batch() -> PagedBatch | None:
     return None if current.call is None else current.call.batch
 
 
-def declared_length() -> int | Sequence[int] | None:
+def declared_length() -> Declared | None:
     """Return what the caller of the decoder passed as ``ctxext_length``, None without it."""
     return None if current.call is None else current.call.length

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from transformers.generation.continuous_batching import PagedAttentionCache
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from ctxext.caches.call import PositionedForward, declared_length, paged_batch
+from ctxext.caches.call import PositionedForward, declared_length, paged_batch, tokens_in
 from ctxext.caches.generation import LengthRule, fit_to_lengths, note_fitted_lengths, of_row
-from ctxext.caches.records import NOT_ONE_GRAPH, FittedModules, cache_in, current_pass, outside_graphs
+from ctxext.caches.records import NOT_ONE_GRAPH, FittedModules, cache_in, cached_tokens, current_pass, outside_graphs
 from ctxext.core.edits import Edits
 from ctxext.core.probe import readers_of
 from ctxext.core.rebuild import restoring
@@ -42,8 +42,7 @@ class CountedForward(PositionedForward):
     def run(self, *args: Any, **kwargs: Any) -> Any:
         given = self.given(args, kwargs)
         cache, positions = cache_in(given), given.get("position_ids")
-        new = given.get("inputs_embeds") if given.get("input_ids") is None else given["input_ids"]
-        if new is not None:
+        if (new := tokens_in(given)) is not None:
             of_row(declared_length(), 0, new.shape[0])  # here, as rotary modules may be given positions of one row
             in_graph = torch.compiler.is_compiling() and positions is not None  # which reads no length from positions
             mask = None if in_graph else given.get("attention_mask")
@@ -65,7 +64,7 @@ def _tokens_among(mask: Any, cache: Any, width: int, *, earlier: bool) -> Tensor
     mask = next(iter(mask.values()), None) if isinstance(mask, dict) else mask
     if not isinstance(mask, Tensor) or mask.ndim not in (2, 4) or isinstance(cache, PagedAttentionCache):
         return None
-    start = 0 if cache is None else int(cache.get_seq_length())
+    start = cached_tokens(cache)
     if mask.shape[-1] < start + width or (earlier and start and mask.ndim == 4):
         return None
     if mask.ndim == 4:  # a token sees itself, and nothing sees padding

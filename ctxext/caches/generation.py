@@ -24,8 +24,19 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ctxext.caches.call import PositionedForward
-from ctxext.caches.records import Filled, FittedModules, cache_in, current_pass, empty, filled, guards_of, remember
+from ctxext.caches.call import Declared, PositionedForward
+from ctxext.caches.records import (
+    Filled,
+    FittedModules,
+    Given,
+    cache_in,
+    cached_tokens,
+    current_pass,
+    empty,
+    filled,
+    guards_of,
+    remember,
+)
 from ctxext.core.edits import replaced_forward
 from ctxext.core.steps import Moment, Step, Work, register
 from ctxext.errors import IncompatibleError, InvalidParameterError
@@ -80,7 +91,7 @@ class LengthRule:
 
 
 def fit_to_lengths(
-    rule: LengthRule, row: int, rows: int, cached: list[int], now: list[int], declared: int | Sequence[int] | None
+    rule: LengthRule, row: int, rows: int, cached: list[int], now: list[int], declared: Declared | None
 ) -> list[int]:
     """Return the lengths to which the documents of a row are fitted, and record the longest on the cache.
 
@@ -129,7 +140,7 @@ def fit_to_lengths(
     return fitted_lengths
 
 
-def of_row(declared: int | Sequence[int] | None, row: int, rows: int) -> int | None:
+def of_row(declared: Declared | None, row: int, rows: int) -> int | None:
     """Return the ``ctxext_length`` of one of ``rows``.
 
     Raises:
@@ -177,7 +188,7 @@ class RecomputeStaleCache:
     ) -> Any:
         """Prepare the inputs as transformers does, from all tokens if the cache is stale."""
         cache, declared = cache_in(kwargs), kwargs.pop("ctxext_length", None)
-        cached = 0 if cache is None else int(cache.get_seq_length())
+        cached = cached_tokens(cache)
         new = input_ids if next_sequence_length is None else input_ids[:, -next_sequence_length:]
         total = cached + new.shape[1]
         whole = self._whole(input_ids, new, cache, cached, total)
@@ -215,7 +226,7 @@ class RecomputeStaleCache:
             inputs["ctxext_fitted"] = self._fitted(cache, inputs, declared)
         return inputs
 
-    def _fitted(self, cache: Any, inputs: Any, declared: int | Sequence[int]) -> FittedModules:
+    def _fitted(self, cache: Any, inputs: Any, declared: Declared) -> FittedModules:
         """Return the rotary modules of a call that may be compiled, and record on the cache what the call fills in.
 
         A graph reads no length and changes no record, so that the checks of a pass are made here.
@@ -248,7 +259,7 @@ class RecomputeStaleCache:
         positions: Tensor | None,
         new: Tensor,
         total: int,
-        declared: int | Sequence[int] | None,
+        declared: Declared | None,
     ) -> bool:
         """Return whether cached tokens have other positions than the sequence gets with this call."""
         if not all(guard.stands(cache) for guard in guards_of(self.model)):
@@ -283,7 +294,7 @@ def _reaches(positions: Tensor) -> list[int]:
     return reaches
 
 
-def _prompts(model_kwargs: dict[str, Any], slots: int) -> list[int]:
+def _prompts(model_kwargs: Given, slots: int) -> list[int]:
     """Return the tokens of each row of a prompt, without padding; its ``slots`` where nothing tells the tokens."""
     mask, positions = model_kwargs.get("attention_mask"), model_kwargs.get("position_ids")
     if positions is not None and (mask is None or positions.ndim == 3):
@@ -292,7 +303,7 @@ def _prompts(model_kwargs: dict[str, Any], slots: int) -> list[int]:
     return prompts
 
 
-def _whole_positions(kwargs: dict[str, Any], mask: Tensor | None, ids: Tensor) -> dict[str, Tensor]:
+def _whole_positions(kwargs: Given, mask: Tensor | None, ids: Tensor) -> dict[str, Tensor]:
     """Return positions of the whole sequence if the call has any; chunked prefill gives only the new ones."""
     given = kwargs.get("position_ids")
     if given is None or given.shape[-1] == ids.shape[1]:
@@ -302,8 +313,7 @@ def _whole_positions(kwargs: dict[str, Any], mask: Tensor | None, ids: Tensor) -
             f"position_ids of shape {tuple(given.shape)} lacks the positions of earlier tokens, which have to be "
             f"recomputed. Prefill in one piece (prefill_chunk_size=None)."
         )
-    if mask is None:
-        return {"position_ids": torch.arange(ids.shape[1], device=ids.device)[None].expand(ids.shape[0], -1)}
+    mask = torch.ones_like(ids) if mask is None else mask
     return {"position_ids": (mask.long().cumsum(-1) - 1).masked_fill(mask == 0, 0)}
 
 
@@ -399,7 +409,7 @@ class RequestedLengths:
         settings._ctxext_prompt, settings._ctxext_new = input_ids_length, settings.max_length - input_ids_length
         return settings
 
-    def prepare_cache(self, settings: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+    def prepare_cache(self, settings: Any, model_kwargs: Given, *args: Any, **kwargs: Any) -> Any:
         """Prepare the cache as transformers does, and add the declared lengths to the arguments."""
         model: Any = self.model
         prompts = _prompts(model_kwargs, getattr(settings, "_mask_length", settings._ctxext_prompt))

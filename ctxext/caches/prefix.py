@@ -29,7 +29,7 @@ from transformers.cache_utils import (
 
 from ctxext.caches.digest import is_shared_out, weights_digest
 from ctxext.caches.held import HeldLayer, Reach
-from ctxext.caches.records import guards_of, plain_class
+from ctxext.caches.records import cached_tokens, guards_of, plain_class
 from ctxext.core.saved import identity
 from ctxext.core.scaling import rope_follows_length
 from ctxext.core.subject import Subject
@@ -108,7 +108,7 @@ def common(first: Sequence[int], second: Sequence[int]) -> int:
 
 def shorten(cache: Any, tokens: int) -> bool:
     """Take a cache back to its first tokens; return False if it cannot be, and is of no use any more."""
-    removed = int(cache.get_seq_length()) - tokens
+    removed = cached_tokens(cache) - tokens
     try:
         if removed > 0:
             cache.crop(-removed)
@@ -138,7 +138,7 @@ class Mark:
     """
 
     def __init__(self, cache: Any, *, by_length: bool) -> None:
-        self.cache, self.tokens = cache, int(cache.get_seq_length())
+        self.cache, self.tokens = cache, cached_tokens(cache)
         self._whole = copy.deepcopy(cache) if by_length else None
         self._copies = {
             number: copy.deepcopy(getattr(layer, "near", None) or layer)

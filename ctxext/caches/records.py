@@ -12,7 +12,7 @@ import gc
 import inspect
 import threading
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, TypeVar
 
@@ -42,8 +42,8 @@ NOT_ONE_GRAPH = (
     "exported or traced graph cannot do that. Compile with fullgraph=False, or use a method that is not dynamic."
 )
 
-
 FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])
+Given = dict[str, Any]  # arguments of a call by name
 
 
 def outside_graphs(reason: str) -> Callable[[FunctionT], FunctionT]:
@@ -91,9 +91,14 @@ def attends_of(model: nn.Module) -> dict[nn.Module, Any]:
     return {layer: vars(layer)["_ctxext_attend"] for layer in model.modules() if "_ctxext_attend" in vars(layer)}
 
 
-def cache_in(arguments: Mapping[str, Any]) -> Any:
+def cache_in(given: Given) -> Any:
     """Return the cache among the arguments of a call; None if there is none."""
-    return next((arguments[name] for name in CACHE_ARGUMENTS if arguments.get(name) is not None), None)
+    return next((given[name] for name in CACHE_ARGUMENTS if given.get(name) is not None), None)
+
+
+def cached_tokens(cache: Any) -> int:
+    """Count the tokens that a cache holds, 0 without a cache."""
+    return 0 if cache is None else int(cache.get_seq_length())
 
 
 def _keys_of(cache: Any) -> Any:
@@ -113,13 +118,13 @@ def _held(cache: Any) -> str:
         return "The paged cache of this manager of continuous batches was filled" if PAGED_IN_LAYERS else ""
     if not hasattr(cache, "get_seq_length"):
         return f"This {type(cache).__name__} has no get_seq_length(), so that it may have been filled"
-    tokens = int(cache.get_seq_length())
+    tokens = cached_tokens(cache)
     return f"This cache of {tokens} tokens was filled" if tokens else ""
 
 
 def filled(cache: Any) -> Filled | None:
     """Return the record of a cache; None if the cache is empty or was not filled by a dynamic method."""
-    if cache is None or not int(cache.get_seq_length()):
+    if not cached_tokens(cache):
         return None
     record: Filled | None = getattr(_keys_of(cache), FILLED, None)
     if record is None or not record.fitted_lengths:
@@ -146,8 +151,10 @@ def _first_layer(cache: Any) -> Any:
     return next((layer for layer in layers if isinstance(layer, CacheLayerMixin)), None)
 
 
-def returned(output: Any) -> Any:
-    """Return the cache in a decoder's output, which it created itself; None if it created none."""
+def _filled_by(given: Given, output: Any) -> Any:
+    """Return the cache of a call: the argument, or else the one in its output, made by the call; None for none."""
+    if (cache := cache_in(given)) is not None:
+        return cache
     name = next((name for name in CACHE_ARGUMENTS if hasattr(output, name)), None)
     if name is not None:
         return getattr(output, name)
@@ -171,7 +178,7 @@ def _mixing(decoder: PreTrainedModel, *, told: bool) -> str | None:
     return None
 
 
-def require_apart(decoder: PreTrainedModel, given: Mapping[str, Any]) -> None:
+def require_apart(decoder: PreTrainedModel, given: Given) -> None:
     """Raise ``IncompatibleError`` for documents in one row of a call, if a layer does not keep them apart.
 
     ``given`` holds the arguments of the call by name. ``seq_idx`` tells layers with a state where a document begins.
@@ -188,7 +195,7 @@ def require_apart(decoder: PreTrainedModel, given: Mapping[str, Any]) -> None:
     if (reason := _mixing(decoder, told=given.get("seq_idx") is not None)) is None:
         return
     if isinstance(mask, Tensor) and mask.ndim == 2:
-        start = 0 if cache is None else int(cache.get_seq_length())
+        start = cached_tokens(cache)
         begins = begins & mask[:, start : start + begins.shape[-1]].bool()
     if bool((begins.sum(-1) > 1).any()):
         raise IncompatibleError(
@@ -203,7 +210,7 @@ def empty(cache: Any) -> None:
         if isinstance(layer, DynamicLayer):
             layer.keys = layer.values = None
             layer.is_initialized = False
-    if int(cache.get_seq_length()):
+    if cached_tokens(cache):
         raise IncompatibleError(
             f"{type(cache).__name__} keeps its tokens after reset(). Dynamic methods need a cache that can be emptied."
         )
@@ -231,26 +238,27 @@ class CacheGuard:
     lifted: bool = False
     by_length: ClassVar[bool] = False
 
-    def before(self, module: Any, args: Any, kwargs: dict[str, Any]) -> None:
+    def before(self, module: Any, args: Any, kwargs: Given) -> None:
         """Begin a call under this extension; refuse a cache of another one, and documents that see each other."""
         current_pass.under = (self.extension, current_pass.under)
-        self._check(module, args, kwargs)
-        cache = None if self.growing is DynamicLayer else _keys_of(self.cache_of(args, kwargs))
+        given = self._given(args, kwargs)
+        self._check(module, given)
+        cache = None if self.growing is DynamicLayer else _keys_of(cache_in(given))
         if cache is not None and not getattr(cache, "is_compileable", True):  # another one is read in one graph
             self._hold(cache)
 
-    def after(self, module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
+    def after(self, module: nn.Module, args: Any, kwargs: Given, output: Any) -> None:
         """End a call, and record on its cache the extension that filled it; a call that failed has no output."""
         current_pass.under = current_pass.under and current_pass.under[1]
         if output is not None:
-            self._record(args, kwargs, output)
+            self._record(self._given(args, kwargs), output)
 
-    def _check(self, module: Any, args: Any, kwargs: dict[str, Any]) -> None:
+    def _check(self, module: Any, given: Given) -> None:
         """Refuse a cache that was not filled under this extension, and documents that would see each other."""
         if torch.compiler.is_compiling():
             return
-        require_apart(module, self._given(args, kwargs))
-        cache = self.cache_of(args, kwargs)
+        require_apart(module, given)
+        cache = cache_in(given)
         layers = [layer for half in _halves(cache) for layer in getattr(half, "layers", ())] if self.lifted else []
         if any(getattr(layer, "is_sliding", False) for layer in layers):
             raise PatchStateError(
@@ -274,10 +282,10 @@ class CacheGuard:
             f"{self.extension.said}, which may give other positions. Start with a new cache."
         )
 
-    def _record(self, args: Any, kwargs: dict[str, Any], output: Any) -> None:
+    def _record(self, given: Given, output: Any) -> None:
         """Record on the cache the extension that filled it."""
         if not torch.compiler.is_exporting():
-            self.claim(self.cache_of(args, kwargs, output))
+            self.claim(_filled_by(given, output))
 
     def claim(self, cache: Any) -> None:
         """Record on a cache, or on each half of one, and on its layers that this extension fills them."""
@@ -314,13 +322,8 @@ class CacheGuard:
             return True  # the model is extended as it was when this cache was filled
         return (recorded is None and self.takes_made) or not _held(half)
 
-    def _given(self, args: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
+    def _given(self, args: Any, kwargs: Given) -> Given:
         return dict(zip(self.names, args, strict=False)) | kwargs
-
-    def cache_of(self, args: Any, kwargs: dict[str, Any], output: Any = None) -> Any:
-        """Return the cache of a call: the argument, or else the one in the output; None if there is none."""
-        given = cache_in(self._given(args, kwargs))
-        return returned(output) if given is None else given
 
 
 class Filling:
@@ -329,11 +332,9 @@ class Filling:
     def __init__(self, cache: Any) -> None:
         is_cache = hasattr(cache, "get_seq_length")
         self.before = filled(cache) if is_cache else None
-        self.continues = is_cache and int(cache.get_seq_length()) > 0
+        self.continues = is_cache and cached_tokens(cache) > 0
         self.fitted_lengths: list[int] = []
-        self._cache = (
-            None if cache is None else weakref.ref(_keys_of(cache))
-        )  # weak, so that a failed pass keeps no cache alive
+        self._cache = None if cache is None else weakref.ref(_keys_of(cache))  # weak: a failed pass keeps none alive
 
     def note(self, row: int, fitted_lengths: list[int]) -> None:
         """Record the fitted lengths of the rows from ``row`` on."""
@@ -390,19 +391,19 @@ class DynamicGuard(CacheGuard):
     by_length = True
 
     @_unless_fitted
-    def _check(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+    def _check(self, module: nn.Module, given: Given) -> None:
         """Refuse a cache of another extension, and offer its record to the code that computes positions."""
         if torch.compiler.is_exporting() or torch.jit.is_tracing():  # type: ignore[attr-defined, no-untyped-call]
             raise IncompatibleError(NOT_ONE_GRAPH)
-        super()._check(module, args, kwargs)
-        current_pass.filling = Filling(self.cache_of(args, kwargs))
+        super()._check(module, given)
+        current_pass.filling = Filling(cache_in(given))
 
     @_unless_fitted
-    def _record(self, args: Any, kwargs: dict[str, Any], output: Any) -> None:
+    def _record(self, given: Given, output: Any) -> None:
         """Record on the cache the extension that filled it, and the lengths to which its rows are fitted."""
         filling, current_pass.filling = current_pass.filling, None
-        super()._record(args, kwargs, output)
-        cache = self.cache_of(args, kwargs, output)
+        super()._record(given, output)
+        cache = _filled_by(given, output)
         if filling is None or not filling.fitted_lengths or not hasattr(cache, "get_seq_length"):
             return
         known = getattr(_keys_of(cache), FILLED, None) or Filled()

@@ -228,8 +228,7 @@ class ReadText:
         if self.keep is not None and known < len(self._cached):
             write_prefix(self.keep, self.subject, cache, self._cached)
         self._read_with = depends_on(self.subject)
-        by_length = any(guard.by_length for guard in guards_of(self.subject.model))
-        self._mark = Mark(cache, by_length=by_length)
+        self._mark = Mark(cache, by_length=any(guard.by_length for guard in guards_of(self.subject.model)))
 
     def save(self, path: str | Path) -> None:
         """Write what was read to a file, from which ``ctxext.read(..., keep=path)`` goes on in another process.

@@ -17,7 +17,7 @@ from torch.distributed.fsdp import FSDPModule
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ctxext.caches.digest import is_zero3
-from ctxext.caches.records import ATTENTION
+from ctxext.caches.records import ATTENTION, Given
 from ctxext.core.patching import patched_state
 from ctxext.core.scaling import of_layers
 from ctxext.core.subject import Subject
@@ -101,7 +101,7 @@ def require_carried(subject: Subject, accelerator: Any, *, lengths: Collection[i
         raise IncompatibleError(f"{engine} cannot carry this run: {reason}")
 
 
-def whole_sequence(subject: Subject, inputs: dict[str, Any]) -> dict[str, Any]:
+def whole_sequence(subject: Subject, inputs: Given) -> Given:
     """Return the arguments that tell a patched model the length of sequences before context parallelism shards them.
 
     Args:

@@ -15,7 +15,7 @@ from torch.nn.utils import get_total_norm
 from transformers import Trainer, TrainerState, default_data_collator
 from transformers.trainer import TRAINER_STATE_NAME
 
-from ctxext.caches.records import ATTENTION
+from ctxext.caches.records import ATTENTION, Given
 from ctxext.core.subject import Subject
 from ctxext.errors import CtxextError
 from ctxext.training.parallel import attention_of, release_attention, require_carried, whole_sequence
@@ -93,7 +93,7 @@ class LongTrainer(Trainer):  # type: ignore[misc]
         finally:
             release_attention(self.subject)
 
-    def _prepare_context_parallel_inputs(self, model: nn.Module, inputs: dict[str, Any]) -> Any:
+    def _prepare_context_parallel_inputs(self, model: nn.Module, inputs: Given) -> Any:
         """Prepare inputs as the Trainer does, and add the length of the whole sequence for a patched model."""
         parallelism = self.accelerator.parallelism_config
         if parallelism is not None and parallelism.cp_enabled:
@@ -103,7 +103,7 @@ class LongTrainer(Trainer):  # type: ignore[misc]
                 return super()._prepare_context_parallel_inputs(None, inputs)
         return super()._prepare_context_parallel_inputs(model, inputs)
 
-    def training_step(self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any = None) -> Tensor:
+    def training_step(self, model: nn.Module, inputs: Given, num_items_in_batch: Any = None) -> Tensor:
         """Run one forward and backward pass."""
         self._indices: list[int] = inputs.pop("index")
         loss: Tensor = super().training_step(model, inputs, num_items_in_batch)
@@ -146,7 +146,7 @@ class LongTrainer(Trainer):  # type: ignore[misc]
         )
 
 
-def collate(rows: list[dict[str, Any]]) -> dict[str, Any]:
+def collate(rows: list[Given]) -> Given:
     """Build a batch of ``Sequences``. The indices stay a list: engines that share sequences would shard a tensor."""
     indices = [int(row["index"]) for row in rows]
     tensors = default_data_collator([{key: row[key] for key in row if key != "index"} for row in rows])
