@@ -372,9 +372,9 @@ def is_choice(method: object) -> TypeGuard[str]:
     return isinstance(method, str) and method.endswith(".json")
 
 
-def digest(content: str | bytes) -> str:
-    """Return the first 12 hexadecimal digits of the SHA-256 of some bytes, or of a text in UTF-8."""
-    return hashlib.sha256(content.encode() if isinstance(content, str) else content).hexdigest()[:12]
+def digest(content: str | bytes, digits: int = 12) -> str:
+    """Return the first hexadecimal ``digits`` of the SHA-256 of some bytes, or of a text in UTF-8."""
+    return hashlib.sha256(content.encode() if isinstance(content, str) else content).hexdigest()[:digits]
 
 
 def package_folders(package: str) -> list[Path]:

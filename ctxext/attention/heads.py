@@ -37,7 +37,7 @@ from ctxext.core.scaling import stated_length
 from ctxext.core.steps import Moment, Step, Work, register
 from ctxext.core.subject import Subject, shares_heads
 from ctxext.errors import CtxextError, IncompatibleError, InvalidParameterError, PatchStateError, shown
-from ctxext.files import digest, parse_json, write_json
+from ctxext.files import JsonObject, digest, parse_json, write_json
 from ctxext.methods.retrieval_heads import SHARE, RetrievalHeads
 from ctxext.spec import ExtensionArguments
 from ctxext.version import __version__
@@ -76,7 +76,7 @@ class HeadScores:
     probes: dict[str, tuple[float, ...]]
     spread: dict[str, tuple[float, ...]] = field(default_factory=dict)
     fingerprint: str = ""
-    settings: dict[str, Any] = field(default_factory=dict)
+    settings: JsonObject = field(default_factory=dict)
     windowed: tuple[int, ...] = ()
 
     @property
@@ -118,7 +118,7 @@ class HeadScores:
             group, layer = group - self.kv_heads[layer], layer + 1
         return layer, group
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> JsonObject:
         """Return plain JSON values."""
         return asdict(self)
 

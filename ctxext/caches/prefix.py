@@ -34,7 +34,7 @@ from ctxext.core.saved import identity
 from ctxext.core.scaling import rope_follows_length
 from ctxext.core.subject import Subject
 from ctxext.errors import CheckpointError, IncompatibleError
-from ctxext.files import parse_json, whole_file
+from ctxext.files import JsonObject, parse_json, whole_file
 from ctxext.kernels.groups import SplitGroups
 from ctxext.version import __version__
 
@@ -164,11 +164,11 @@ class Mark:
         return True
 
 
-def _state(layer: Any) -> tuple[dict[str, Tensor], dict[str, Any]]:
+def _state(layer: Any) -> tuple[dict[str, Tensor], JsonObject]:
     """Return the tensors of a layer, and its numbers."""
     near, heads = getattr(layer, "near", None), getattr(layer, "heads", None)
     tensors = {name: value for name in TENSORS if (value := getattr(layer, name, None)) is not None}
-    facts: dict[str, Any] = {"class": plain_class(layer).__name__}
+    facts: JsonObject = {"class": plain_class(layer).__name__}
     facts |= {name: value for name in NUMBERS if isinstance(value := getattr(layer, name, None), int)}
     if getattr(layer, "reach", None) is not None:
         facts["reach"] = list(layer.reach)
@@ -179,7 +179,7 @@ def _state(layer: Any) -> tuple[dict[str, Tensor], dict[str, Any]]:
     return tensors, facts
 
 
-def _restore(layer: Any, facts: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+def _restore(layer: Any, facts: JsonObject, tensors: dict[str, Tensor]) -> None:
     """Give an empty layer what ``_state`` returned of another."""
     kind: Any = LAYERS[facts["class"]]
     if not issubclass(kind, type(layer)):
@@ -196,7 +196,7 @@ def _restore(layer: Any, facts: dict[str, Any], tensors: dict[str, Tensor]) -> N
         _restore(layer.near, facts["near"], theirs)
 
 
-def depends_on(subject: Subject) -> dict[str, Any]:
+def depends_on(subject: Subject) -> JsonObject:
     """Return what a cache depends on: weights, their dtype, the extension, and the versions that computed it."""
     saved = subject.saved
     return {

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import concurrent.futures
-import hashlib
 import itertools
 import json
 import multiprocessing
@@ -21,6 +20,7 @@ from transformers import PreTrainedModel, get_cosine_schedule_with_warmup, loggi
 
 from ctxext.core import patching
 from ctxext.errors import InvalidParameterError, ResultsError, refuse_unknown
+from ctxext.files import JsonObject, digest
 from ctxext.laboratory.result import LabReading, LabResult, blocks_of, octaves_of
 from ctxext.laboratory.subjects import EXTENSIONS, ROPE, Body, Variant, subjects
 from ctxext.laboratory.tasks import NOT_ASKED, REACH, TASKS, TEXT, ByteText, byte_text
@@ -120,12 +120,12 @@ class LabJob(Job):
         """Lay out a job. The arguments determine its key and its cost, in tokens of training."""
         identity = {"task": task, "subject": asdict(subject), "seed": seed, "settings": asdict(settings)}
         identity["text_sha256"] = "" if text is None else text.sha256
-        content = json.dumps([__version__, identity], sort_keys=True)
+
         steps = settings.puzzle_steps if text is None else settings.text_steps
         steps *= SLOWER if subject.is_slow else 1
         tokens = settings.puzzle_tokens if text is None else settings.length * settings.text_rows
         return cls(
-            key=hashlib.sha256(content.encode()).hexdigest()[:16],
+            key=digest(json.dumps([__version__, identity], sort_keys=True), 16),
             cost=float(steps * tokens),
             name=f"{subject.name}, {task}, seed {seed}",
             task=task,
@@ -158,7 +158,7 @@ class LabJob(Job):
         progress(self.name, self.cost)
         return Answer(answer | {"seconds": round(time.process_time() - began, 1)})
 
-    def _on_text(self, text: ByteText) -> dict[str, Any]:
+    def _on_text(self, text: ByteText) -> JsonObject:
         length = self.settings.length
         model = self.subject.build(self.settings.text, vocabulary=256, trained_length=length, seed=self.seed)
         generator = torch.Generator().manual_seed(self.seed)
@@ -177,7 +177,7 @@ class LabJob(Job):
         readings[""] |= {"truncated": _means(truncated, octaves), "order": _rounded(order)}
         return self._answer(model, last, readings)
 
-    def _on_puzzles(self) -> dict[str, Any]:
+    def _on_puzzles(self) -> JsonObject:
         settings, task = self.settings, TASKS[self.task]
         trained = task.tokens(task.trained)
         model = self.subject.build(settings.puzzle, vocabulary=task.vocabulary, trained_length=trained, seed=self.seed)
@@ -189,14 +189,14 @@ class LabJob(Job):
             return task.example(length, rows, generator)
 
         last = self._train(model, drawn)
-        readings: dict[str, Any] = {}
+        readings: JsonObject = {}
         for name in self._extended(model):
             tested = torch.Generator().manual_seed(2**31)  # the same puzzles for all
             shares = [_right(model, *task.example(length, settings.puzzle_rows, tested)) for length in task.lengths()]
             readings[name] = {"scores": _rounded(torch.stack(shares, 1))}
         return self._answer(model, last, readings)
 
-    def _answer(self, model: PreTrainedModel, loss: float, readings: dict[str, Any]) -> dict[str, Any]:
+    def _answer(self, model: PreTrainedModel, loss: float, readings: JsonObject) -> JsonObject:
         weights = sum(weight.numel() for weight in model.parameters())
         return {"parameters": weights, "loss": round(loss, 4), "readings": readings}
 
@@ -317,7 +317,7 @@ class Laboratory(Survey[LabJob]):
             for child in multiprocessing.active_children():
                 child.terminate()
 
-    def _identity(self) -> dict[str, Any]:
+    def _identity(self) -> JsonObject:
         return {"made_by": self.made_by}
 
     def result(self) -> LabResult:
@@ -351,7 +351,7 @@ class Laboratory(Survey[LabJob]):
         )
 
 
-def _readings(jobs: Sequence[LabJob], finished: dict[str, dict[str, Any]]) -> Iterator[LabReading]:
+def _readings(jobs: Sequence[LabJob], finished: dict[str, JsonObject]) -> Iterator[LabReading]:
     """Put the seeds of one subject on one task together: as it was trained, and under each extension."""
     first, lines = jobs[0], [finished[job.key] for job in jobs]
     for extension in lines[0]["readings"]:

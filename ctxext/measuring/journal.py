@@ -7,7 +7,7 @@ import errno
 import json
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from ctxext.errors import ResultsError
-from ctxext.files import parse_json, write_whole
+from ctxext.files import JsonObject, parse_json, write_whole
 
 FORMAT = 1
 CLAIM = b'{"made_by": '  # the start of the line that claims a journal
@@ -27,7 +27,7 @@ LOSSES = "losses"  # the folder of losses, where the whole folder belongs to the
 class JournalLine(dict[str, Any]):
     """A JSON object out of a journal; a field that it lacks is an error that names the file and the line."""
 
-    def __init__(self, values: Mapping[str, Any], place: str) -> None:
+    def __init__(self, values: JsonObject, place: str) -> None:
         super().__init__(values)
         self.place = place
 
@@ -59,12 +59,12 @@ class Journal:
         self._identity = identity
         self._losses = LOSSES if path is None or identity is not None else f"{path.stem}.{LOSSES}"
         self._is_whole = False
-        self.in_memory: dict[str, dict[str, Any]] = {}
+        self.in_memory: dict[str, JsonObject] = {}
         if path is not None and identity is not None and not process and self.folder.exists():
             with explain_disk_error(path, lambda: 0):  # before any weights are read
                 self._claimed(path)
 
-    def claim(self, identity: Mapping[str, Any]) -> None:
+    def claim(self, identity: JsonObject) -> None:
         """Make the journal this measurement's, or see that it already is.
 
         Args:
@@ -98,7 +98,7 @@ class Journal:
                     f"--output, or delete it."
                 )
 
-    def finished(self) -> dict[str, dict[str, Any]]:
+    def finished(self) -> dict[str, JsonObject]:
         """Read the line of every finished job, of all processes, by its key.
 
         Raises:
@@ -114,7 +114,7 @@ class Journal:
                         raise _damaged(line.place, f"holds {line[field]!r} as {field!r}")
             return {line["key"]: line for line in lines if "file" not in line or (self.folder / line["file"]).is_file()}
 
-    def keep(self, line: Mapping[str, Any], losses: Float[Tensor, " positions"] | None = None) -> None:
+    def keep(self, line: JsonObject, losses: Float[Tensor, " positions"] | None = None) -> None:
         """Keep a finished result: once this returns, the line and its losses are on disk.
 
         Args:
@@ -136,7 +136,7 @@ class Journal:
                 write_whole(self.folder / line["file"], content)
             self.append(line)
 
-    def losses(self, line: Mapping[str, Any]) -> Float[Tensor, " positions"]:
+    def losses(self, line: JsonObject) -> Float[Tensor, " positions"]:
         """Return the losses of a finished line.
 
         Raises:
@@ -151,7 +151,7 @@ class Journal:
         except (OSError, KeyError, safetensors.SafetensorError) as error:
             raise ResultsError(f"{str(path)!r} is damaged ({error}). Delete it and run the command again.") from error
 
-    def append(self, line: Mapping[str, Any]) -> None:
+    def append(self, line: JsonObject) -> None:
         """Write a line to this process's file: once this returns, it is on disk.
 
         Raises:
@@ -184,7 +184,7 @@ class Journal:
                 for number, line in enumerate(whole, start=1):
                     yield _parsed(line, f"Line {number} of {str(file)!r}")
 
-    def _claimed(self, path: Path) -> dict[str, Any] | None:
+    def _claimed(self, path: Path) -> JsonObject | None:
         """Read the identity that was claimed before; return None where there is nothing yet."""
         if self._identity is None:
             content = path.read_bytes() if path.exists() else b""
@@ -201,7 +201,7 @@ class Journal:
             )
         return None
 
-    def _write_identity(self, identity: Mapping[str, Any]) -> None:
+    def _write_identity(self, identity: JsonObject) -> None:
         if self._identity is None:
             self.append(identity)
         else:

@@ -20,6 +20,7 @@ from torch import nn
 
 from ctxext.core import patching
 from ctxext.errors import InvalidParameterError
+from ctxext.files import JsonObject
 from ctxext.measuring.checkpoint import Checkpoint
 from ctxext.texts.corpus import Corpus
 from ctxext.version import __version__
@@ -35,7 +36,7 @@ class ExtensionRecord:
         attention: Name of the attention backend; empty where the extension does not change it.
     """
 
-    method: dict[str, Any] | None = None
+    method: JsonObject | None = None
     fingerprint: str = ""
     attention: str = ""
 
@@ -73,7 +74,7 @@ class Provenance:
     command: str = ""
     date: str = ""
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> JsonObject:
         """Plain JSON values."""
         return asdict(self) | {"documents": list(self.documents)}
 
@@ -92,7 +93,7 @@ class Report:
     KIND: ClassVar[str | None] = None
     FORMAT: ClassVar[int]
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> JsonObject:
         """Plain JSON values."""
         report: Any = self
         nested = {item.name: getattr(self, item.name) for item in fields(report)}
@@ -117,7 +118,7 @@ class Report:
         return read
 
     @classmethod
-    def _head(cls) -> dict[str, Any]:
+    def _head(cls) -> JsonObject:
         return {"format": cls.FORMAT} | ({} if cls.KIND is None else {"kind": cls.KIND})
 
 
@@ -207,7 +208,7 @@ def command(arguments: Sequence[str] | None = None) -> str:
     return typed.encode(errors="replace").decode()  # names of files may hold bytes that are not UTF-8
 
 
-def git_state(directory: str | Path = ".") -> dict[str, Any] | None:
+def git_state(directory: str | Path = ".") -> JsonObject | None:
     """Return the commit of a directory and whether tracked files differ from it; None outside of git."""
     git = ["git", "-C", str(directory)]
     try:

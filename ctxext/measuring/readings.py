@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import MISSING, dataclass, field, fields, replace
@@ -18,6 +17,7 @@ from ctxext.core.patching import patched_state
 from ctxext.core.saved import already_extended, choices
 from ctxext.core.subject import Subject
 from ctxext.errors import CtxextError, IncompatibleError, InvalidParameterError, UnknownNameError
+from ctxext.files import JsonObject, digest
 from ctxext.measuring.checkpoint import Checkpoint
 from ctxext.measuring.forward import follows_length, last_position
 from ctxext.measuring.labels import label_of
@@ -67,7 +67,7 @@ class Reading:
 
     name: str
     label: str
-    method: dict[str, Any] | None = None
+    method: JsonObject | None = None
     factor: float = 1.0
     reach: int | None = None
     most: int | None = None
@@ -176,7 +176,7 @@ class Readings:
         return last_position(self.checkpoint.subject)
 
     @cached_property
-    def setting(self) -> dict[str, Any]:
+    def setting(self) -> JsonObject:
         """The dependencies of every measured number, except the reading and the tokens, as JSON values.
 
         Read it before a method is applied: a method may change the attention, which is part of the reading.
@@ -200,7 +200,7 @@ class Readings:
             **asked: JSON values that tell the tokens and the task.
         """
         depends = {"setting": self.setting, "trained_length": self.trained_length, "reading": list(reading), **asked}
-        return hashlib.sha256(json.dumps(depends, sort_keys=True).encode()).hexdigest()[:16]
+        return digest(json.dumps(depends, sort_keys=True), 16)
 
     @contextlib.contextmanager
     def applied(self, reading: Reading) -> Iterator[None]:
@@ -392,7 +392,7 @@ def _own(method: Method) -> list[str]:
 def _short(value: object) -> str:
     if not isinstance(value, tuple):
         return str(value)
-    return f"<{len(value)} values, {hashlib.sha256(repr(value).encode()).hexdigest()[:6]}>"
+    return f"<{len(value)} values, {digest(repr(value), 6)}>"
 
 
 @dataclass(frozen=True, eq=False)

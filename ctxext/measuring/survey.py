@@ -18,6 +18,7 @@ from jaxtyping import Float
 from torch import Tensor, distributed, nn
 
 from ctxext.errors import InvalidParameterError
+from ctxext.files import JsonObject
 from ctxext.measuring.checkpoint import Checkpoint
 from ctxext.measuring.forward import Progress, forget_longest, pass_cost, ticking
 from ctxext.measuring.journal import Journal
@@ -79,7 +80,7 @@ def launched_processes() -> ProcessGroup:
 class Answer:
     """The result of a job."""
 
-    values: dict[str, Any]
+    values: JsonObject
     losses: Float[Tensor, " positions"] | None = None
 
 
@@ -206,10 +207,10 @@ class Survey(Generic[Work]):
         trained = self.readers[0].readings.trained_length
         return replace(provenance, extensions=extensions, trained_length=trained)
 
-    def _identity(self) -> dict[str, Any]:
+    def _identity(self) -> JsonObject:
         """Say what the journal is of: another checkpoint or corpus needs another journal."""
         dtype = next(self.checkpoint.model.parameters()).dtype
-        identity: dict[str, Any] = {
+        identity: JsonObject = {
             "made_by": self.made_by,
             "checkpoint": {"name": f"{self.checkpoint.name} in {dtype}", "sha256": self.checkpoint.sha256},
         }
@@ -272,7 +273,7 @@ class LossJob(Job):
 
 
 # JSON values; each task defines their meaning.
-Trial = dict[str, Any]
+Trial = JsonObject
 
 
 @dataclass(frozen=True, eq=False)

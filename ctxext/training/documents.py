@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -13,7 +12,7 @@ from jaxtyping import Bool, Int
 from torch import Tensor, nn
 
 from ctxext.errors import CheckpointError, CtxextError, InvalidParameterError
-from ctxext.files import JsonObject
+from ctxext.files import JsonObject, digest
 from ctxext.measuring.forward import check_known
 from ctxext.texts.corpus import special_prefix, tokenise
 from ctxext.texts.documents import files_of, is_saved, read_documents
@@ -148,8 +147,7 @@ def _fingerprint(asked: JsonObject, tokenizer: Any) -> str:
     ]
     vocabulary = tokenizer.backend_tokenizer.to_str() if tokenizer.is_fast else sorted(tokenizer.get_vocab().items())
     said = [type(tokenizer).__name__, tokenizer.chat_template, str(tokenizer.special_tokens_map)]  # templates use them
-    content = json.dumps([asked, files, vocabulary, *said, "as written"])
-    return hashlib.sha256(content.encode()).hexdigest()[:16]
+    return digest(json.dumps([asked, files, vocabulary, *said, "as written"]), 16)
 
 
 def _files(path: Path, column: str | None, split: str | None) -> list[Path]:

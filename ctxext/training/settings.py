@@ -25,7 +25,7 @@ from pydantic import (
 )
 
 from ctxext.errors import InvalidParameterError, UnknownNameError, require_package
-from ctxext.files import is_choice, refuse_no_weights, refuse_read_only
+from ctxext.files import JsonObject, is_choice, refuse_no_weights, refuse_read_only
 from ctxext.mistakes import refuse_no_checkpoint, refuse_unknown_method, refuse_unknown_parameters
 from ctxext.texts.documents import refuse_among, require_sources
 
@@ -435,7 +435,7 @@ def refuse_mistakes(settings: Settings) -> None:
     refuse_read_only(Path(settings.output))
 
 
-def checked_settings(values: dict[str, Any], source: str) -> Settings:
+def checked_settings(values: JsonObject, source: str) -> Settings:
     """Build settings from nested dictionaries.
 
     Raises:
@@ -517,7 +517,7 @@ def _gathered(overrides: Sequence[str]) -> dict[tuple[str, ...], Any]:
     return values
 
 
-def _put(values: dict[str, Any], path: Sequence[str], value: Any) -> None:
+def _put(values: JsonObject, path: Sequence[str], value: Any) -> None:
     """Set one value in the nested dictionary of the file."""
     for name in path[:-1]:
         values = values.setdefault(name, {})
