@@ -20,7 +20,6 @@ from ctxext.measuring.loss import Window
 from ctxext.measuring.loss_table import LossTable, Verdict
 from ctxext.measuring.provenance import provenance_of
 from ctxext.measuring.readings import Reader, Reading, Readings, Refusal, chosen_methods
-from ctxext.measuring.selection import selection_windows
 from ctxext.measuring.statistics import (
     BEYOND,
     CURVE,
@@ -32,7 +31,7 @@ from ctxext.measuring.statistics import (
     edges_for,
 )
 from ctxext.measuring.survey import LossJob, ProcessGroup, PromptJob, Survey
-from ctxext.measuring.truncation import SELECTED, TRUNCATED, UNPATCHED, is_short, tail_windows
+from ctxext.measuring.truncation import SELECTED, TRUNCATED, UNPATCHED, is_short
 from ctxext.methods import Method
 from ctxext.texts.corpus import Corpus, TokenisedDocument
 
@@ -389,8 +388,9 @@ def prepare(
     Raises:
         CtxextError: for all that cannot be right, before anything is computed.
     """
-    how: dict[str, Any] = {"sliding_window": sliding_window, "windows": windows, "select": select}
-    model = Readings(checkpoint, trained_length=trained_length, **how)
+    model = Readings(
+        checkpoint, trained_length=trained_length, sliding_window=sliding_window, windows=windows, select=select
+    )
     tried, refused = model.find(
         chosen_methods(checkpoint.subject, methods, factors, model.trained_length), progress=progress
     )
@@ -478,16 +478,11 @@ def _loss_jobs(
     for length in reader.lengths if reader.reading.dynamic else reader.lengths[-1:]:
         for document in documents:
             text = document.take(length + 1)
-            windows: Sequence[Window] = [Window(0, length + 1, length)]
-            span = {"start": reader.readings.trained_length, "positions": length, "prefix": text.prefix}
-            if reader.window is not None:
-                windows = tail_windows(reader.window, **span)
-            elif reader.reading.name == SELECTED:
-                windows = selection_windows(text.input_ids, window=span["start"], **span)
+            whole = [Window(0, length + 1, length)]
             job = LossJob.of(
                 reader,
                 text,
-                windows,
+                reader.beyond(text, length) if is_short(reader.reading.name) else whole,
                 name=f"{reader.reading.label}, {document.name}, {length:,} tokens",
                 turning_point=turning_point,
             )

@@ -27,7 +27,6 @@ from ctxext.measuring.loss import Window
 from ctxext.measuring.loss_table import LossTable
 from ctxext.measuring.provenance import ExtensionRecord, Provenance, provenance_of
 from ctxext.measuring.readings import Reader, Reading, Readings, check_reference, known_trained_length
-from ctxext.measuring.selection import selection_windows
 from ctxext.measuring.statistics import PairedDifference
 from ctxext.measuring.survey import LossJob, ProcessGroup, Survey
 from ctxext.measuring.truncation import (
@@ -35,9 +34,7 @@ from ctxext.measuring.truncation import (
     SELECTED,
     TRUNCATED,
     UNPATCHED,
-    tail_windows,
     window_name,
-    window_of,
     windows_of,
 )
 from ctxext.texts.corpus import Corpus, TokenisedDocument
@@ -433,14 +430,7 @@ class _Layout:
         head = self._job(unpatched, text, [_beginning(text, trained)])
         if positions <= trained:
             return (head,)
-        span: dict[str, int] = {"start": trained, "positions": positions, "prefix": text.prefix}
-        window = window_of(reader.reading.name)
-        tail = (
-            selection_windows(text.input_ids, window=trained, **span)
-            if window is None
-            else tail_windows(window, **span)
-        )
-        return head, self._job(reader, text, tail)
+        return head, self._job(reader, text, reader.beyond(text, positions))
 
     def _job(self, reader: Reader, text: TokenisedDocument, windows: Sequence[Window]) -> LossJob:
         name = f"{reader.reading.name}, {text.name}"

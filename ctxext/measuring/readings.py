@@ -21,13 +21,16 @@ from ctxext.files import JsonObject, digest
 from ctxext.measuring.checkpoint import Checkpoint
 from ctxext.measuring.forward import follows_length, last_position
 from ctxext.measuring.labels import label_of
+from ctxext.measuring.loss import Window
 from ctxext.measuring.provenance import versions
+from ctxext.measuring.selection import selection_windows
 from ctxext.measuring.truncation import (
     AS_SAVED,
     SELECTED,
     TRUNCATED,
     UNPATCHED,
     is_reference,
+    tail_windows,
     window_name,
     window_of,
     windows_of,
@@ -47,6 +50,7 @@ from ctxext.methods.parameters import checked_tokens
 from ctxext.methods.remap import RemapMethod
 from ctxext.quantities import method_said
 from ctxext.spec import AlibiSpec, Description, RopeSpec
+from ctxext.texts.corpus import TokenisedDocument
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -418,6 +422,13 @@ class Reader:
     def model(self) -> nn.Module:
         """The model, which is this reader's while ``applied``."""
         return self.readings.model
+
+    def beyond(self, text: TokenisedDocument, positions: int) -> Sequence[Window]:
+        """Lay out the passes in which a short reading scores a text from the trained length up to ``positions``."""
+        trained, prefix = self.readings.trained_length, text.prefix
+        if self.window is None:
+            return selection_windows(text.input_ids, window=trained, start=trained, positions=positions, prefix=prefix)
+        return tail_windows(self.window, start=trained, positions=positions, prefix=prefix)
 
     def applied(self) -> contextlib.AbstractContextManager[Any]:
         """Hold the model in the state of the reading inside a ``with``."""
