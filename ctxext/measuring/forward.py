@@ -19,7 +19,7 @@ from ctxext.core.patching import describe, patched_state
 from ctxext.core.scaling import heads_of, of_layers, rope_follows_length
 from ctxext.core.subject import Subject, cache_argument
 from ctxext.errors import IncompatibleError, InvalidParameterError
-from ctxext.measuring.head import Replay, require_pieces, shell_of
+from ctxext.measuring.head import Replay, StandIn, require_pieces, shell_of
 from ctxext.models.sinusoid import remaker_of, rotates_by_table
 from ctxext.models.table import TableArchitecture
 
@@ -168,7 +168,7 @@ def check_known(model: nn.Module, ids: Tensor) -> None:
         )
 
 
-class CachedPieces(nn.Module):
+class CachedPieces(StandIn):
     """Replacement of a base model that reads a text of ``positions`` tokens in pieces, one in each call.
 
     Raises:
@@ -177,8 +177,7 @@ class CachedPieces(nn.Module):
     """
 
     def __init__(self, subject: Subject, base: nn.Module, *, positions: int) -> None:
-        super().__init__()
-        self.base = base
+        super().__init__(base)
         self.cache = DynamicCache(config=subject.config)
         dynamic, argument = follows_length(subject), cache_argument(base)
         if argument is None:
@@ -196,20 +195,16 @@ class CachedPieces(nn.Module):
                 f"it with ctxext, or, where --memory asked for pieces, allow more."
             )
 
-    def __getattr__(self, name: str) -> Any:
-        modules = self.__dict__["_modules"]
-        return modules[name] if name in modules else getattr(modules["base"], name)
-
     def forward(self, input_ids: Tensor, **kwargs: Any) -> Any:
         options = kwargs | self.length | {self.argument: self.cache, "use_cache": True, "return_dict": True}
-        output = self.base(input_ids=input_ids, **options)
+        output = self.real(input_ids=input_ids, **options)
         setattr(output, self.argument, None)
         return output
 
 
 def forget_longest(subject: Subject) -> None:
     """Let a short text follow a long one: transformers keeps the frequencies of the longest text so far."""
-    if patched_state(subject.model) is None and follows_length(subject):
+    if follows_unextended(subject):
         for module in subject.model.modules():
             for name in [name for name in vars(module) if name.endswith("max_seq_len_cached")]:
                 setattr(module, name, 0)
@@ -243,7 +238,7 @@ def follows_length(subject: Subject) -> bool:
 
 def follows_unextended(subject: Subject) -> bool:
     """Return whether an unextended model's positions follow the length of its input, by a rope type of transformers."""
-    return patched_state(subject.model) is None and follows_length(subject)
+    return patched_state(subject.model) is None and rope_follows_length(subject.text)
 
 
 def fitted_length_of(subject: Subject, trained_length: int = 0) -> Callable[[int], int]:

@@ -36,7 +36,7 @@ def require_head(causal: PreTrainedModel) -> str:
     return children[0]
 
 
-class _StandIn(nn.Module):
+class StandIn(nn.Module):
     """A module that replaces another one, and takes attributes that it lacks from the replaced module."""
 
     def __init__(self, real: nn.Module) -> None:
@@ -48,7 +48,7 @@ class _StandIn(nn.Module):
         return modules[name] if name in modules else getattr(modules["real"], name)
 
 
-class Replay(_StandIn):
+class Replay(StandIn):
     """Replacement of the base model that runs it at the first call, then replays pieces of its output.
 
     Attributes:
@@ -98,7 +98,7 @@ def shell_of(causal: PreTrainedModel) -> tuple[PreTrainedModel, Replay]:
     base: Any = causal.get_submodule(layers)
     calls_inner = "decoder" in inspect.unwrap(type(causal).forward).__code__.co_names  # a head of that name, perhaps
     if calls_inner and hasattr(base, "decoder"):  # as OPT's and BART's
-        holder, replay = _StandIn(base), Replay(base.decoder)
+        holder, replay = StandIn(base), Replay(base.decoder)
         holder.decoder = replay
     else:
         holder = replay = Replay(base)
@@ -116,7 +116,7 @@ class _Box:
         self.tensor = tensor
 
 
-class _Boxing(_StandIn):
+class _Boxing(StandIn):
     """Replacement of the head that passes it a boxed input, opened after all hooks and before its forward."""
 
     def forward(self, hidden: Tensor) -> Any:
