@@ -64,6 +64,8 @@ STYLE = {
 }
 DASHED = (0, (3, 1.5))
 SHADES = ("#C7522A", "#E5A583", "#F3E9D2", "#8DB8D6", "#1F6FA8")
+Strokes = Callable[[Any], None]
+"""Function that draws on a figure or on axes of matplotlib."""
 
 
 def require_matplotlib() -> None:
@@ -83,7 +85,7 @@ class Figure:
     name: str
     title: str
     size: tuple[float, float]
-    draw: Callable[[Any], None]
+    draw: Strokes
     caption: str = ""
     alternative: str = ""
 
@@ -104,7 +106,7 @@ class Figure:
 class Panel:
     """Part of a figure: what draws it on matplotlib axes, its numbers in words, and its size in inches."""
 
-    draw: Callable[[Any], None]
+    draw: Strokes
     words: str = ""
     size: tuple[float, float] = (5.4, 3.8)
 

@@ -15,7 +15,7 @@ from ctxext.core.edits import Edits
 from ctxext.core.patching import unpatch
 from ctxext.errors import IncompatibleError, InvalidParameterError
 from ctxext.evaluation.report.figures import NOTE, Panel
-from ctxext.laboratory.pictures.picture import AFTER, BEFORE, GRADED, Curve, Picture, heat, lines
+from ctxext.laboratory.pictures.picture import AFTER, BEFORE, GRADED, Curve, Numbers, Picture, heat, lines
 from ctxext.laboratory.pictures.request import PictureRequest
 from ctxext.measuring.readings import name_for
 from ctxext.methods import Method
@@ -65,7 +65,7 @@ def attention_asked(method: Method | None, request: PictureRequest) -> Picture |
     )
 
 
-def _sentence(model: str, label: str, numbers: dict[str, Any]) -> str:
+def _sentence(model: str, label: str, numbers: Numbers) -> str:
     length, trained, before, after = (numbers[name] for name in ("length", "trained_length", "before", "after"))
     if length <= trained:
         moved = float((after - before).abs().sum(-1).mean()) / 2
@@ -78,7 +78,7 @@ def _sentence(model: str, label: str, numbers: dict[str, Any]) -> str:
     )
 
 
-def _panels(label: str, numbers: dict[str, Any]) -> list[Panel]:
+def _panels(label: str, numbers: Numbers) -> list[Panel]:
     """Return the shares of all heads before and after, and their mean."""
     layers, heads, bins = numbers["before"].shape
     largest = float(torch.stack([numbers["before"], numbers["after"]]).quantile(0.995))
@@ -125,7 +125,7 @@ def _panels(label: str, numbers: dict[str, Any]) -> list[Panel]:
     return [*panels, lines("mean of all heads", curves, size=(3.9, 4.6), legend="best", then=then, **names)]
 
 
-def _mark_bins(axes: Any, numbers: dict[str, Any], colour: str) -> None:
+def _mark_bins(axes: Any, numbers: Numbers, colour: str) -> None:
     """Name distances where bins begin, and mark the first token and where the trained length ends."""
     starts, trained = numbers["edges"][:-1], numbers["trained_length"]
     ticks = [

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -12,7 +12,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from ctxext.evaluation.report.figures import INK, NOTE, Panel, draw_grid, paneled
+from ctxext.evaluation.report.figures import INK, NOTE, Panel, Strokes, draw_grid, paneled
 
 # Hues of Okabe and Ito, told apart under every common colour blindness, by their meaning in every picture.
 BEFORE, AFTER, UNSEEN = "#E69F00", "#0072B2", "#F4F4F4"
@@ -24,6 +24,8 @@ SIGNIFICANT = 6  # digits of a number for programs
 
 Colour = str | float
 """Name of a colour, or its place from 0 to 1 among the graded ones."""
+Numbers = dict[str, Any]
+"""Numbers and tensors by name, which a picture shows."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -114,7 +116,7 @@ def lines(
     longest: int | None = None,
     trained: int | None = None,
     legend: str = "",
-    then: Callable[[Any], None] = lambda axes: None,
+    then: Strokes = lambda axes: None,
 ) -> Panel:
     """Return a panel of curves, over distances up to ``longest`` where that is given."""
 
@@ -147,7 +149,7 @@ def heat(
     bar: Mapping[str, Any] | None = None,
     panels: int = 1,
     cells: tuple[str, float, float] | None = None,
-    then: Callable[[Any], None] = lambda axes: None,
+    then: Strokes = lambda axes: None,
     **image: Any,
 ) -> Panel:
     """Return a panel with a colour for each number of a matrix.
@@ -187,7 +189,7 @@ def bars(
     size: tuple[float, float],
     x: str,
     y: str,
-    then: Callable[[Any], None],
+    then: Strokes,
 ) -> Panel:
     """Return a panel with a bar for each number; ``then`` has the last strokes on matplotlib's axes."""
 

@@ -10,7 +10,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from ctxext.evaluation.report.figures import INK, NOTE, Panel
-from ctxext.laboratory.pictures.picture import AFTER, BEFORE, Curve, Picture, distances_to, lines
+from ctxext.laboratory.pictures.picture import AFTER, BEFORE, Curve, Numbers, Picture, distances_to, lines
 from ctxext.laboratory.pictures.request import PictureRequest
 from ctxext.measuring.readings import name_for
 from ctxext.methods import Method, RopeMethod
@@ -46,7 +46,7 @@ def rotation_picture(method: RopeMethod, rope: RopeSpec, model: str = "") -> Pic
         inv_freq * length / (2 * math.pi)
         for inv_freq, length in ((plain, rope.trained_length), (plain, target), (frequencies.inv_freq, target))
     )
-    values: dict[str, Any] = {
+    values: Numbers = {
         "method": method.to_dict(),
         "trained_length": rope.trained_length,
         "target_length": target,
@@ -73,7 +73,7 @@ def rotation_picture(method: RopeMethod, rope: RopeSpec, model: str = "") -> Pic
     )
 
 
-def _sentence(values: dict[str, Any], label: str) -> str:
+def _sentence(values: Numbers, label: str) -> str:
     """Say what the rotation does; without a label it is as it was trained."""
     turns, new, without = (values[name] for name in ("turns", "pairs_at_new_angles", "pairs_at_new_angles_without"))
     if not label:
@@ -88,7 +88,7 @@ def _sentence(values: dict[str, Any], label: str) -> str:
     )
 
 
-def _scores(values: dict[str, Any], label: str) -> Panel:
+def _scores(values: Numbers, label: str) -> Panel:
     shown = values["distances"] >= 1
     apart = values["distances"][shown]
     curves = _waves(apart, values["plain_score"][shown], BEFORE, "plain rotation")
@@ -115,7 +115,7 @@ def _waves(
     ]
 
 
-def _turns(values: dict[str, Any], label: str) -> Panel:
+def _turns(values: Numbers, label: str) -> Panel:
     turns, target, trained = values["turns"], f"{values['target_length']:,}", f"{values['trained_length']:,}"
     pairs = range(len(turns))
     dots = {"ls": "", "marker": "o", "ms": 2.6, "zorder": 4, "label": f"in training ({trained} tokens)"}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -11,13 +10,14 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ctxext.core.patching import unpatch
-from ctxext.evaluation.report.figures import INK, Panel
+from ctxext.evaluation.report.figures import INK, Panel, Strokes
 from ctxext.laboratory.encodings.sinusoidal import Sinusoidal
 from ctxext.laboratory.pictures.picture import (
     AFTER,
     DIVERGING,
     GRADED,
     Curve,
+    Numbers,
     Picture,
     colour_bar,
     heat,
@@ -66,7 +66,7 @@ def rows_picture(
     axes = torch.cat([axes, axes.new_zeros(2 - len(axes), axes.shape[1])])
     unit = rows[at] / rows[at].norm(dim=1, keepdim=True).clamp(min=1e-300)
     dimensions = _from_fast_to_slow(trained)
-    numbers: dict[str, Any] = {
+    numbers: Numbers = {
         "method": method.to_dict(),
         "trained_length": len(trained),
         "target_length": len(rows),
@@ -118,7 +118,7 @@ def _of_added(method: EncodingMethod, request: PictureRequest) -> Picture:
     return rows_picture(method, rows, rows[:length], title)
 
 
-def _end_of_training(numbers: dict[str, Any], *directions: str) -> Callable[[Any], None]:
+def _end_of_training(numbers: Numbers, *directions: str) -> Strokes:
     """Return what draws a line where the trained positions end, if there are others."""
 
     def then(axes: Any) -> None:
@@ -129,7 +129,7 @@ def _end_of_training(numbers: dict[str, Any], *directions: str) -> Callable[[Any
     return then
 
 
-def _tables_panels(numbers: dict[str, Any]) -> list[Panel]:
+def _tables_panels(numbers: Numbers) -> list[Panel]:
     """Return the vectors, and how alike any two of them are."""
     rows, alike, last = numbers["rows"], numbers["similarity"], numbers["target_length"] - 0.5
     # A few large numbers would turn all others pale: the scale ends where 1 % of them lie beyond.
@@ -163,7 +163,7 @@ def _tables_panels(numbers: dict[str, Any]) -> list[Panel]:
     ]
 
 
-def _waves_panel(numbers: dict[str, Any]) -> Panel:
+def _waves_panel(numbers: Numbers) -> Panel:
     """Return each wave in a separate lane, scaled to the same height."""
     curves, end = [], _end_of_training(numbers, "axvline")
     for lane, (wave, colour) in enumerate(zip(numbers["waves"], WAVES, strict=False)):
@@ -179,7 +179,7 @@ def _waves_panel(numbers: dict[str, Any]) -> Panel:
     return lines("Four of their numbers along the text", curves, size=(5.1, 3.7), then=then, **names)
 
 
-def _plane_panel(numbers: dict[str, Any]) -> Panel:
+def _plane_panel(numbers: Numbers) -> Panel:
     """Return the vectors in the plane in which the trained ones differ most."""
     trained: Tensor = numbers["trained_plane"]
 
