@@ -75,18 +75,18 @@ class QuestionSet:
     others: tuple[str, ...] = ()
 
 
-# Chooses the strings of a pool that have the most common number of tokens, at least so many.
-Alike = Callable[[Sequence[str], int], list[str]]
+# Draws so many of the strings of a pool that have the most common number of tokens.
+Alike = Callable[[Sequence[str], int, random.Random], list[str]]
 
 
 def alike_for(tokenizer: Any) -> Alike:
-    """Return what chooses answers of equally many tokens out of a pool."""
+    """Return what draws answers of equally many tokens out of a pool."""
 
     @functools.cache
     def tokens(word: str) -> int:
         return len(tokens_behind(tokenizer, f" {word}"))
 
-    def alike(pool: Sequence[str], count: int) -> list[str]:
+    def alike(pool: Sequence[str], count: int, generator: random.Random) -> list[str]:
         lengths = [tokens(word) for word in pool]
         most_common = max(sorted(set(lengths)), key=lengths.count)
         chosen = [word for word, length in zip(pool, lengths, strict=True) if length == most_common]
@@ -95,7 +95,7 @@ def alike_for(tokenizer: Any) -> Alike:
                 f"This tokenizer writes only {len(chosen)} of {len(pool)} possible answers in equally many tokens, and "
                 f"{count} are needed. Ask for fewer --choices."
             )
-        return chosen
+        return generator.sample(chosen, count)
 
     return alike
 
@@ -105,7 +105,7 @@ def rounds(alike: Alike, choices: int, index: int, generator: random.Random) -> 
     topics = TOPICS.split()
     generator.shuffle(topics)
     first, second, *others = topics
-    words = generator.sample(alike(WORDS.split(), choices), choices)
+    words = alike(WORDS.split(), choices, generator)
     half = choices - choices // 2
     asked = [(first, nth) for nth in ORDINALS[:half]] + [(second, nth) for nth in ORDINALS[: choices - half]]
     pairs = [pair for pair in itertools.product(others, WORDS.split()) if pair[1] not in words]
@@ -126,7 +126,7 @@ def rounds(alike: Alike, choices: int, index: int, generator: random.Random) -> 
 def associations(alike: Alike, choices: int, index: int, generator: random.Random) -> QuestionSet:
     """Ask whom each question fits; the sentence about that person contains no content word of the question."""
     sentence, request, pairs = KINDS[index % len(KINDS)]
-    names = generator.sample(alike(NAMES.split(), choices), choices)
+    names = alike(NAMES.split(), choices, generator)
     facts = generator.sample(pairs, choices)
     needles = [f"\n{sentence.format(name=name, fact=fact)}\n" for name, (fact, _) in zip(names, facts, strict=True)]
     return QuestionSet(
@@ -139,12 +139,12 @@ def associations(alike: Alike, choices: int, index: int, generator: random.Rando
 
 def aggregate(alike: Alike, choices: int, index: int, generator: random.Random) -> QuestionSet:
     """Ask for the numbers of entries of people in a ledger, for the most frequent, or for sums, in turns."""
-    names = generator.sample(alike(NAMES.split(), choices), choices)
+    names = alike(NAMES.split(), choices, generator)
     goods = generator.sample(GOODS, choices)
     # Each entry: who, what and how many.
     entries: list[tuple[str, str, int]] = []
     if index % 3 == 0:
-        answers = generator.sample(alike([str(number) for number in range(1, 10)], choices), choices)
+        answers = alike([str(number) for number in range(1, 10)], choices, generator)
         for name, count in zip(names, answers, strict=True):
             entries += [(name, generator.choice(goods), generator.randint(2, 9)) for _ in range(int(count))]
         requests = [f"The number of entries of {name} in the ledger is" for name in names]
@@ -155,7 +155,7 @@ def aggregate(alike: Alike, choices: int, index: int, generator: random.Random) 
             entries += [(name, good, generator.randint(2, 9)) for name in sellers]
         requests = [f"Most of the {good} were sold by" for good in goods]
     else:
-        answers = generator.sample(alike([str(total) for total in range(10, 19)], choices), choices)
+        answers = alike([str(total) for total in range(10, 19)], choices, generator)
         for name, total in zip(names, map(int, answers), strict=True):
             part = generator.randint(total - 9, 9)
             entries += [(name, goods[0], part), (name, goods[0], total - part)]
@@ -171,7 +171,7 @@ def aggregate(alike: Alike, choices: int, index: int, generator: random.Random) 
 
 def variables(alike: Alike, choices: int, index: int, generator: random.Random) -> QuestionSet:
     """Ask for the value of the last variable of each of several chains."""
-    values = generator.sample(alike([str(number) for number in range(10_000, 99_999, 89)], choices), choices)
+    values = alike([str(number) for number in range(10_000, 99_999, 89)], choices, generator)
     names = distinct(2 * choices, lambda: "".join(generator.choices(string.ascii_uppercase, k=LETTERS)))
     chains = [names[start : start + 2] for start in range(0, len(names), 2)]
     lines = [[f"\n{line}\n" for line in chained(chain, value)] for chain, value in zip(chains, values, strict=True)]
