@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -65,15 +66,12 @@ def save_training_figure(
     rates = [
         Line(GREY, f"{entries[-1]['learning_rate']:.1e}", [(one["step"], one["learning_rate"]) for one in entries])
     ]
-    panels = [
-        lines_panel(runs, title="Training loss, nats per token", x_label="step", ticks=ticks, log=False),
-        lines_panel(rates, title="Learning rate", x_label="step", ticks=ticks, log=False),
-    ]
+    by_step = functools.partial(lines_panel, x_label="step", ticks=ticks, log=False)
+    panels = [by_step(runs, title="Training loss, nats per token"), by_step(rates, title="Learning rate")]
     if shares:
         points = [(one["step"], one["retrieval_share"]) for one in shares]
         lines = [Line(BLUE, f"{points[0][1]:.3f} to {points[-1][1]:.3f}", points)]
-        name = "Attention of far heads to what was said before"
-        panels.append(lines_panel(lines, title=name, x_label="step", ticks=ticks, log=False))
+        panels.append(by_step(lines, title="Attention of far heads to what was said before"))
     gains = {name: gain for name, gain in gains.items() if gain}
     if gains:
         spans = [f"{tokens_label(start)}-{tokens_label(stop)}" for (start, stop), _ in next(iter(gains.values()))]

@@ -117,7 +117,7 @@ class _WindowAndSummaries(Weighting):
             ends = self.at - (self.query_ranks - self._starts(level)) + (1 << level) - 1
             ends = torch.where(self.has_block[..., level], ends, 0)
             key = _at(k, ends)[:, :, None]
-            scores.append((self.q * key).sum(-1) * self.pairs.scale + self._of_level(level))
+            scores.append(self._of_level(level, key))
             means.append(_at(values, ends))
             if level + 1 < self.levels:
                 k, values = ((x + F.pad(x, (0, 0, 1 << level, 0))[:, :, : x.shape[2]]) / 2 for x in (k, values))
@@ -136,9 +136,11 @@ class _WindowAndSummaries(Weighting):
         """Return the first token of the block of this size: behind all larger ones."""
         return self.before >> level + 1 << level + 1
 
-    def _of_level(self, level: int) -> Float[Tensor, "kv_heads shared 1"]:
+    def _of_level(self, level: int, key: Tensor) -> Float[Tensor, "batch kv_heads shared query"]:
+        """Return the score of each query's block of this size, whose keys have the mean ``key``."""
         scores = self.pairs.like_scores(self.weights[0])
-        return scores[:, min(level, scores.shape[1] - 1), None].view(*self.q.shape[1:3], 1)
+        of_size = scores[:, min(level, scores.shape[1] - 1), None].view(*self.q.shape[1:3], 1)
+        return (self.q * key).sum(-1) * self.pairs.scale + of_size
 
     def _mixed(self, of_levels: list[Tensor]) -> tuple[Tensor, Tensor]:
         """Return the shares of each block and of the window: ``[batch, kv_heads, shared, query, level or 1]``."""
@@ -187,7 +189,7 @@ class _WindowAndSummaries(Weighting):
             inside = (self.ranks[:, None] >> level) == (self._starts(level) >> level)[..., None]
             shares.append((inside & of_documents & self.has_block[..., level, None]).to(k.dtype) / (1 << level))
             key = shares[-1][:, None, None] @ k
-            scores.append((self.q * key).sum(-1) * self.pairs.scale + self._of_level(level))
+            scores.append(self._of_level(level, key))
         blocks, window = self._mixed(scores)
         every = torch.arange(k.shape[3], device=k.device).expand(len(self.documents), -1)
         near = self._sees(slice(None), every)[:, None, None]
