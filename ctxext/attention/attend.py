@@ -396,8 +396,7 @@ def _name_backend(part: ExtendedPart, description: Description) -> Description:
         return description
     base = part.subject.model
     heads, kv_heads, head_dim = heads_of(part.subject.text)
-    like = {"dtype": base.dtype, "device": base.device}
-    q, k = (torch.empty(1, count, 128, head_dim, **like) for count in (heads, kv_heads))
+    q, k = (torch.empty(1, count, 128, head_dim, dtype=base.dtype, device=base.device) for count in (heads, kv_heads))
     slopes = torch.zeros(heads, dtype=torch.float32, device=base.device)
     need = Call.of(q, k, k, scale=1.0, slopes=slopes).need
     if isinstance(part.method, EncodingMethod):

@@ -175,8 +175,8 @@ def _step(by: RemapAttend, layer: LayerCall, held: HeldLayer | None) -> Tensor:
         near = by.turned(by.near, layer, at)
         plan = layout.memo(f"step of two {by.kind}", lambda: plan_split(layout, far, at, near, q))
         q, k, v, *others = as_autocast_wants(q, k, layer.v, few.keys, few.values)
-        theirs, how = (others[0], others[1], by.heads.places(q.device)), {"settled": settled, "sinks": sinks}
-        return attend_split(q, (k, v), theirs, plan, scale=layer.scale, softcap=softcap, **how)
+        theirs = (others[0], others[1], by.heads.places(q.device))
+        return attend_split(q, (k, v), theirs, plan, scale=layer.scale, softcap=softcap, settled=settled, sinks=sinks)
     call = layer.call(layout, q=q, k=k, lse=True, softcap=softcap, window=None)
     return attend_step(call, plan, settled=settled, sinks=sinks)
 

@@ -652,8 +652,8 @@ def _attention(
 
 def _mask(**arguments: Any) -> Tensor:
     """Return the mask that the model's own attention takes, always of all queries and keys."""
-    whole = {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
-    mask: Tensor = ALL_MASK_ATTENTION_FUNCTIONS[_running().own](**arguments | whole)
+    arguments |= {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
+    mask: Tensor = ALL_MASK_ATTENTION_FUNCTIONS[_running().own](**arguments)
     return mask
 
 

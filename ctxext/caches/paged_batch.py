@@ -59,9 +59,12 @@ class PagedBatch:
         for kind, counts in keys.items() if by_layout else ():
             allocator, indices = cache.cache_allocators[kind], given["read_index"]
             if batch.are_rows(kind) and min(counts) < max(counts):
-                parts = indices[allocator.index].split(counts)
-                empty = {"padding_value": allocator.read_trash_index, "padding_side": "left"}
-                indices[allocator.index] = pad_sequence(parts, batch_first=True, **empty).flatten()
+                indices[allocator.index] = pad_sequence(
+                    indices[allocator.index].split(counts),
+                    batch_first=True,
+                    padding_value=allocator.read_trash_index,
+                    padding_side="left",
+                ).flatten()
         return batch
 
     @property
@@ -86,12 +89,21 @@ class PagedBatch:
         kind, window = allocator.layer_type, getattr(allocator, "sliding_window", None)
         if kind not in self._masks:
             layout = self._layout(kind, query.device)
-            sizes = {"batch_size": layout.batch, "q_length": layout.query_length, "kv_length": layout.key_length}
-            given: dict[str, Any] = {"attention_mask": None, "allow_is_causal_skip": False, "use_vmap": False}
-            given |= {"device": query.device, "dtype": query.dtype, "config": module.config}
-            given["mask_function"] = lambda row, head, query, key: layout.visible(window)[row, query, key]
-            given |= sizes | {"q_offset": 0, "kv_offset": 0}
-            self._masks[kind] = LayoutMask(layout, window=window, replaced=given)
+            replaced: dict[str, Any] = {
+                "batch_size": layout.batch,
+                "q_length": layout.query_length,
+                "kv_length": layout.key_length,
+                "q_offset": 0,
+                "kv_offset": 0,
+                "mask_function": lambda row, head, query, key: layout.visible(window)[row, query, key],
+                "attention_mask": None,
+                "allow_is_causal_skip": False,
+                "use_vmap": False,
+                "device": query.device,
+                "dtype": query.dtype,
+                "config": module.config,
+            }
+            self._masks[kind] = LayoutMask(layout, window=window, replaced=replaced)
         return self._masks[kind]
 
     def _layout(self, kind: str, device: torch.device) -> Layout:

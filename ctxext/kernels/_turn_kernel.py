@@ -49,9 +49,23 @@ def launch(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, tail: bool, b
     x = x if x.stride(-1) == 1 else x.contiguous()
     cos, sin, turned = cos.contiguous(), sin.contiguous(), torch.empty_like(x)
     strides = (*x.stride()[:3], *turned.stride()[:3], cos.stride(0) if cos.shape[0] > 1 else 0, pairs)
-    how = {"INTERLEAVED": interleaved, "BACK": back, "WIDE": triton.next_power_of_2(width), "ROWS": ROWS}
-    first, grid = width - 2 * pairs if tail else 0, (triton.cdiv(length, ROWS) * batch * heads,)  # as in _merge_kernel
-    _turn[grid](x, cos, sin, turned, heads, length, width, first, pairs, *strides, **how)
+    grid = (triton.cdiv(length, ROWS) * batch * heads,)  # as in _merge_kernel
+    _turn[grid](
+        x,
+        cos,
+        sin,
+        turned,
+        heads,
+        length,
+        width,
+        width - 2 * pairs if tail else 0,
+        pairs,
+        *strides,
+        INTERLEAVED=interleaved,
+        BACK=back,
+        WIDE=triton.next_power_of_2(width),
+        ROWS=ROWS,
+    )
     return turned
 
 

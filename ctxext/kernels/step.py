@@ -74,8 +74,18 @@ def attend_step(
     """
     q, v, wide = call.q, call.v, torch.promote_types(call.q.dtype, torch.float32)
     if plan.for_kernel is not None:
-        how: dict[str, Any] = {"scale": call.scale, "softcap": call.softcap, "form": plan.form, "settled": settled}
-        return _rows(q, call.k, v, plan.numbers, *plan.for_kernel, sinks=sinks, **how)
+        return _rows(
+            q,
+            call.k,
+            v,
+            plan.numbers,
+            *plan.for_kernel,
+            sinks=sinks,
+            scale=call.scale,
+            softcap=call.softcap,
+            form=plan.form,
+            settled=settled,
+        )
     batch, heads, length, slots = *q.shape[:3], v.shape[2]
     numbers = plan.numbers if plan.numbers.shape[1] == 1 else expand_heads(plan.numbers, heads)
     scores = torch.full((batch, heads, length, slots), -math.inf, dtype=wide, device=q.device)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import math
 from dataclasses import replace
-from typing import Any
 
 from ctxext.evaluation.report.figures import Figure, Line, Panel, heat_panel, lines_panel, paneled
 from ctxext.laboratory.result import LabReading, LabResult, blocks_of, over_seeds
@@ -53,9 +52,17 @@ def _by_position(result: LabResult) -> Figure:
             others = [reading for reading in readings if reading.name in REFERENCES and reading not in part]
             lines = [_line(result, reading, hue) for reading, hue in zip(part, HUES, strict=False)]
             lines += [_line(result, reading, TRUNCATED) for reading in others]
-            words: dict[str, Any] = {"x_label": "position / trained length", "y_label": "nats per byte"}
-            scale: dict[str, Any] = {"ticks": TICKS, "doubling": True, "log": False, "trained_length": 1}
-            panels.append(lines_panel(lines, title=title, **words, **scale))
+            panel = lines_panel(
+                lines,
+                title=title,
+                x_label="position / trained length",
+                y_label="nats per byte",
+                ticks=TICKS,
+                doubling=True,
+                log=False,
+                trained_length=1,
+            )
+            panels.append(panel)
     seeds = max(len(reading.seeds) for reading in readings)
     band = f" Bands: one standard error over {seeds} seeds." if seeds > 1 else ""
     return paneled(

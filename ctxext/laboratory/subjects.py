@@ -93,23 +93,34 @@ def _recurrent(name: str, width: int, body: Body, vocabulary: int, trained: int)
     sizes: dict[str, Any] = {"hidden_size": width, "num_hidden_layers": body.layers, "vocab_size": vocabulary}
     split: dict[str, Any] = {"num_attention_heads": heads, "head_dim": width // heads}
     if name == "mamba2":
-        chunks: dict[str, Any] = {"state_size": 16, "n_groups": 1, "chunk_size": 16}
-        return transformers.Mamba2Config(**sizes, **chunks, expand=2, head_dim=16, num_heads=width // 8)
+        return transformers.Mamba2Config(
+            **sizes, state_size=16, n_groups=1, chunk_size=16, expand=2, head_dim=16, num_heads=width // 8
+        )
     if name == "xlstm":
-        blocks: dict[str, Any] = {"num_blocks": body.layers, "num_heads": 4, "chunk_size": 16}
-        return transformers.xLSTMConfig(**sizes, **blocks, max_inference_chunksize=reach)
+        return transformers.xLSTMConfig(
+            **sizes, num_blocks=body.layers, num_heads=4, chunk_size=16, max_inference_chunksize=reach
+        )
     if name == "recurrent_gemma":
         window = max(2, trained // 2)  # less than the whole text, as in the published model
-        gates: dict[str, Any] = {"intermediate_size": 3 * width, "lru_width": width}
-        return transformers.RecurrentGemmaConfig(**sizes, **split, **gates, attention_window_size=window)
+        return transformers.RecurrentGemmaConfig(
+            **sizes, **split, intermediate_size=3 * width, lru_width=width, attention_window_size=window
+        )
     if name == "minimax":
         # Its lightning attention alone: linear attention that each head forgets at a different rate. It represents
         # RetNet, which transformers does not have: both multiply keys of the past by a fixed power of a number per head
         # and know no softmax. What RetNet has besides, a rotation of queries and keys and another gate, is left out. So
         # are the layers with softmax that MiniMax puts between: they would bring rotation.
-        kinds: dict[str, Any] = {"layer_types": ["linear_attention"] * body.layers, "block_size": 64}
-        kinds |= {"num_key_value_heads": heads, "intermediate_size": 2 * width, "max_position_embeddings": reach}
-        return transformers.MiniMaxConfig(**sizes, **split, **kinds, num_local_experts=1, num_experts_per_tok=1)
+        return transformers.MiniMaxConfig(
+            **sizes,
+            **split,
+            layer_types=["linear_attention"] * body.layers,
+            block_size=64,
+            num_key_value_heads=heads,
+            intermediate_size=2 * width,
+            max_position_embeddings=reach,
+            num_local_experts=1,
+            num_experts_per_tok=1,
+        )
     return transformers.RwkvConfig(**sizes, attention_hidden_size=width, context_length=reach, use_cache=False)
 
 

@@ -56,8 +56,9 @@ class Gate:
         self.key = None if key is None else f"Bearer {key}".encode()
         self.is_local = key is None and LOCAL.fullmatch(host) is not None
         self.running: set[Any] = set()  # tasks
-        allowed: dict[str, Any] = {"allow_origins": origins, "allow_methods": ["*"], "allow_headers": ["*"]}
-        self._outside: ASGIApp = CORSMiddleware(self._enter, **allowed) if origins else self._enter  # asks with no key
+        self._outside: ASGIApp = self._enter
+        if origins:  # their browsers first ask without a key
+            self._outside = CORSMiddleware(self._enter, allow_origins=origins, allow_methods=["*"], allow_headers=["*"])
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         await self._outside(scope, receive, send)

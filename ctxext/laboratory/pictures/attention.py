@@ -121,8 +121,16 @@ def _panels(label: str, numbers: Numbers) -> list[Panel]:
         axes.set_xlim(-0.5, bins - 0.5)
         _mark_bins(axes, numbers, NOTE)
 
-    names: dict[str, Any] = {"x": "tokens back", "y": "share of attention"}
-    return [*panels, lines("mean of all heads", curves, size=(3.9, 4.6), legend="best", then=then, **names)]
+    mean = lines(
+        "mean of all heads",
+        curves,
+        size=(3.9, 4.6),
+        x="tokens back",
+        y="share of attention",
+        legend="best",
+        then=then,
+    )
+    return [*panels, mean]
 
 
 def _mark_bins(axes: Any, numbers: Numbers, colour: str) -> None:

@@ -139,8 +139,15 @@ def _by_distance(bias: Float[Tensor, "head distances"], target: int, trained_len
         if float(bias.min()) < OUT_OF_SIGHT:
             axes.set_ylim(OUT_OF_SIGHT, 0.4)
 
-    span: dict[str, Any] = {"longest": target, "trained": trained_length}
-    return lines("Added to the score", curves, size=(5.9, 3.8), y="bias, relative to distance 0", then=then, **span)
+    return lines(
+        "Added to the score",
+        curves,
+        size=(5.9, 3.8),
+        y="bias, relative to distance 0",
+        longest=target,
+        trained=trained_length,
+        then=then,
+    )
 
 
 def _slopes(slopes: Float[Tensor, " head"]) -> Panel:
@@ -156,8 +163,15 @@ def _slopes(slopes: Float[Tensor, " head"]) -> Panel:
             axes.set_xticks(range(heads), [str(head) for head in range(heads)])
         axes.tick_params(axis="x", colors=INK if heads <= 16 else NOTE)
 
-    names: dict[str, Any] = {"x": "head", "y": "lost per token, mean over the trained length"}
-    return bars("Slope of each head", slopes, _colours(heads), size=(3.7, 3.8), then=then, **names)
+    return bars(
+        "Slope of each head",
+        slopes,
+        _colours(heads),
+        size=(3.7, 3.8),
+        x="head",
+        y="lost per token, mean over the trained length",
+        then=then,
+    )
 
 
 def pairs_at(spec: EncodingSpec, query: int, distances: Int[Tensor, " distances"], *, seed: int | None = None) -> Pairs:

@@ -106,17 +106,21 @@ def _panel(group: list[Method], rope: RopeSpec, *, width: float, first: bool, le
         axes.grid(False)
         if legend is not None:
             handles = [Patch(color=colour, label=band) for band, colour in COLOURS.items() if band in legend]
-            place = {"loc": "outside lower right", "ncols": len(handles), "fontsize": 7, "frameon": False}
-            axes.figure.legend(handles=handles, **place)
+            axes.figure.legend(
+                handles=handles, loc="outside lower right", ncols=len(handles), fontsize=7, frameon=False
+            )
 
     # A frequency that has stopped has no height: a rim on the axis shows that it was not left out.
     heights, colours = shares.where(shares > 0, RIM), [COLOURS[name] for name in bands(shares, factor)]
-    title = ", ".join(sorted((method.name for method in group), key=len))
-    names: dict[str, Any] = {
-        "x": "frequency, fast to slow" if first else "",
-        "y": "share of the original" if first else "",
-    }
-    return bars(title, heights, colours, size=(width, 1.9), then=then, **names)
+    return bars(
+        ", ".join(sorted((method.name for method in group), key=len)),
+        heights,
+        colours,
+        size=(width, 1.9),
+        x="frequency, fast to slow" if first else "",
+        y="share of the original" if first else "",
+        then=then,
+    )
 
 
 def shown_by_default(factor: float, rope: RopeSpec = LLAMA) -> list[Method]:

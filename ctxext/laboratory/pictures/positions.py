@@ -130,8 +130,16 @@ def _panel(name: str, pieces: Sequence[Piece], length: int, trained_length: int,
         if bool(hidden.any()):
             shades = ListedColormap([(1, 1, 1, 0), DROPPED])
             axes.imshow(hidden.numpy().astype(float), cmap=shades, extent=extent, vmin=0, vmax=1)
-            words = {"ha": "right", "va": "top", "fontsize": 7, "color": NOTE}
-            axes.text(0.98, 0.97, "grey: not seen", transform=axes.transAxes, **words)
+            axes.text(
+                0.98,
+                0.97,
+                "grey: not seen",
+                transform=axes.transAxes,
+                ha="right",
+                va="top",
+                fontsize=7,
+                color=NOTE,
+            )
 
     label = f"relative position, tokens; red: beyond the {trained_length:,} that were trained"
     return heat(

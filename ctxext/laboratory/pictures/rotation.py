@@ -99,8 +99,16 @@ def _scores(values: Numbers, label: str) -> Panel:
         low, high = axes.get_ylim()
         axes.set_ylim(low, high + 0.1 * (high - low))  # room for the words above the highest line
 
-    span: dict[str, Any] = {"longest": values["target_length"], "trained": values["trained_length"]}
-    return lines("Score of equal vectors", curves, size=(5.3, 3.8), y="score", legend="lower left", then=then, **span)
+    return lines(
+        "Score of equal vectors",
+        curves,
+        size=(5.3, 3.8),
+        y="score",
+        longest=values["target_length"],
+        trained=values["trained_length"],
+        legend="lower left",
+        then=then,
+    )
 
 
 def _waves(
@@ -133,8 +141,15 @@ def _turns(values: Numbers, label: str) -> Panel:
         axes.annotate("one turn", (len(turns) - 0.5, 1), ha="right", va="bottom", fontsize=8, color=NOTE)
         axes.margins(x=0.02)
 
-    names: dict[str, Any] = {"x": "pair, fast to slow", "y": "turns in the text"}
-    return lines("Turns of each pair of dimensions", curves, size=(4.3, 3.8), legend="best", then=then, **names)
+    return lines(
+        "Turns of each pair of dimensions",
+        curves,
+        size=(4.3, 3.8),
+        x="pair, fast to slow",
+        y="turns in the text",
+        legend="best",
+        then=then,
+    )
 
 
 def _new_angles(turns: Float[Tensor, " half"], trained: Float[Tensor, " half"]) -> int:

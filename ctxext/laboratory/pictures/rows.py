@@ -175,8 +175,15 @@ def _waves_panel(numbers: Numbers) -> Panel:
         axes.set_yticks([-lane for lane in range(len(curves))], [str(each) for each in numbers["dimensions"].tolist()])
         end(axes)
 
-    names: dict[str, Any] = {"x": "position", "y": "number in the vector", "grid": ""}
-    return lines("Four of their numbers along the text", curves, size=(5.1, 3.7), then=then, **names)
+    return lines(
+        "Four of their numbers along the text",
+        curves,
+        size=(5.1, 3.7),
+        x="position",
+        y="number in the vector",
+        grid="",
+        then=then,
+    )
 
 
 def _plane_panel(numbers: Numbers) -> Panel:
