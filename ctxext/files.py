@@ -242,7 +242,7 @@ def whole_file(path: Path) -> Iterator[Path]:
 
 
 SHARD = re.compile(r"(.+)-\d{5}-of-\d{5}(\.safetensors)")
-# A variant's name lies elsewhere in that of an index than in that of the weights: model.fp16.safetensors.
+# A variant's name lies elsewhere in the name of an index than in the name of weights: model.fp16.safetensors.
 INDEX = re.compile(r"(.+)(\.\w+)\.index(\.[^.]+)?\.json")
 
 

@@ -178,7 +178,7 @@ def attention_layers(decoder: nn.Module) -> list[nn.Module]:
 def refuse_shared_heads(subject: Subject, method: Method, why: str = "tells heads apart") -> None:
     """Refuse a method that needs all heads, on a model whose heads processes share (tensor parallelism).
 
-    Each process would take its own heads for all of them, or draw weights that no other has.
+    Each process would take the heads it holds for all of them, or draw weights that no other has.
     """
     if shares_heads(subject.model):
         raise IncompatibleError(

@@ -193,6 +193,7 @@ def install_encoding(
     for owner in _owners(decoder, method):
         loaded = getattr(owner, ENCODING, None)
         encoding = _built(method, spec, owner, decoder) if loaded is None else loaded
+        # FSDP neither shards nor averages a weight that it did not know when it took the model.
         brings = loaded is None and next(encoding.parameters(), None) is not None
         if brings and any(hasattr(module, "_get_fsdp_state") for module in subject.model.modules()):
             raise IncompatibleError(

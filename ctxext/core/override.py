@@ -43,7 +43,7 @@ class ForwardOverride:
     def __func__(self) -> Any:
         """The replacement as a function of the module, as code wants it that takes methods apart and binds them again.
 
-        accelerate does so where it prepares a model for mixed precision, and calls what it unwraps with the module.
+        accelerate does so where it prepares a model for mixed precision, and calls the function with the module.
         """
         return functools.partial(_called_on, self)
 

@@ -37,7 +37,7 @@ class Moment(IntEnum):
     METHOD = auto()
     """Complete the method of a part by what its config decides, before the positions of the part change."""
     WEIGHTS = auto()
-    """Complete the method of a part by what its weights decide; it reads them, and no argument is wrong."""
+    """Complete the method of a part by what its weights decide, once no argument is wrong."""
     MODULES = auto()
     """Replace methods of live modules; the positions are extended."""
     REPLICAS = auto()

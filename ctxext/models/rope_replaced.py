@@ -54,7 +54,7 @@ def replace_rotation(
     Raises:
         IncompatibleError: if ctxext's attention cannot replace that of the model.
     """
-    why = "brings weights of its own" if isinstance(method, EncodingMethod) else "tells heads apart"
+    why = "brings new weights" if isinstance(method, EncodingMethod) else "tells heads apart"
     refuse_shared_heads(subject, method, why)
     trained_length = required_length(subject, request)
     text, place, target = subject.text, places[0], method.target_length(trained_length)
