@@ -295,7 +295,7 @@ def _reaches(positions: Tensor) -> list[int]:
 
 
 def _prompts(model_kwargs: Given, slots: int) -> list[int]:
-    """Return the tokens of each row of a prompt, without padding; its ``slots`` where nothing tells the tokens."""
+    """Return the tokens of each row of a prompt without padding, or its ``slots`` where nothing tells the tokens."""
     mask, positions = model_kwargs.get("attention_mask"), model_kwargs.get("position_ids")
     if positions is not None and (mask is None or positions.ndim == 3):
         return _reaches(positions)

@@ -274,7 +274,7 @@ class CacheGuard:
                 f"{held} while the model was extended by {recorded.said}. Now the model is extended by "
                 f"{self.extension.said}, which gives other positions. Start with a new cache."
             )
-        if _learns_prefix(module):
+        if _learns_prefix(module):  # PEFT makes a cache of the learned prefix before each call
             self.takes_made = True
             return
         raise PatchStateError(

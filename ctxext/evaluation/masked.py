@@ -171,6 +171,7 @@ def masked_texts(
             allowed = f"at least {least}" if most is None else f"from {least} to {most}"
             raise InvalidParameterError(f"{name} must be {allowed}, found {value}.")
     suffix = special_suffix(tokenizer)
+    # Offsets of the passes, by the seed alone: no token is masked twice, and texts of every length have the same.
     order = random.Random(f"masks {seed} {every}").sample(range(every), every)
     texts = []
     for number, document in enumerate(corpus.documents):
