@@ -75,6 +75,8 @@ KINDS: dict[str, list[str]] = {
     "bloom": ["alibi", "bias pi"],
 }
 """Kinds of models, and the methods that each takes."""
+AT_NIGHT = ("gpt_neox", "stablelm", "phi", "cohere", "glm4", "olmo2", "starcoder2")
+"""Kinds that fresh seeds draw besides: rotations in part or in pairs, norms and biases elsewhere, parallel blocks."""
 
 WINDOWED = ("gemma3_text", "gpt_oss", "mistral")
 
@@ -90,6 +92,7 @@ AXES: dict[str, tuple[Any, ...]] = {
     "backend": ("cpu", "gpu"),
     "adapter": ("none", "before", "after", "merged"),
 }
+KINDS |= {kind: [*FEW, "pi", "rerope leaky"] for kind in AT_NIGHT}
 OF_CACHES = {"read": 10, "step": 8, "crop": 6} | dict.fromkeys(("fill", "reorder", "fork", "empty"), 2)
 OF_CACHES |= dict.fromkeys(("repeat", "select", "pickle"), 1)
 OF_MODELS = dict.fromkeys(("packed", "train", "thread", "raise", "unpatch", "repatch", "other", "twin", "reload"), 1.0)
@@ -202,7 +205,7 @@ class Point:
 WEIGHTS: dict[str, tuple[int, ...]] = {
     "dtype": (5, 4, 1, 1),
     "adapter": (9, 1, 1, 1),
-    "kind": (6, 3, 2, 1, 1, 2, 2, 1, 1, 1, 1, 1),
+    "kind": (6, 3, 2, 1, 1, 2, 2, 1, 1, 1, 1, 1) + (1,) * len(AT_NIGHT),
     "mode": (4, 1, 1),
     "padding": (6, 2, 2, 2, 1),
     "cache": (4, 2, 1, 1, 1),
@@ -210,10 +213,15 @@ WEIGHTS: dict[str, tuple[int, ...]] = {
 
 
 def drawn(seed: int) -> Point:
-    """Draw a point; half of them are without padding, and most in a dtype that shows small errors."""
-    chance = random.Random(seed)
+    """Draw a point; half of them are without padding, and most in a dtype that shows small errors.
+
+    Seeds below 0 draw the points of the day.
+    """
+    chance, axes = random.Random(seed), AXES if seed < 0 else AXES | {"kind": tuple(KINDS)}
     while True:
-        values = {name: chance.choices(axis, WEIGHTS.get(name))[0] for name, axis in AXES.items()}
+        values = {
+            name: chance.choices(axis, WEIGHTS.get(name, ())[: len(axis)] or None)[0] for name, axis in axes.items()
+        }
         values["method"] = chance.choice(KINDS[values["kind"]])
         names = chance.choices(list(OPERATIONS), list(OPERATIONS.values()), k=chance.randint(2, 9))
         point = Point(seed, tuple((name, chance.randrange(10**6)) for name in ["read", *names]), **values)

@@ -26,7 +26,7 @@ import ctxext
 from ctxext.caches.records import empty
 from ctxext.errors import CtxextError
 from tests._models import qwen2_vl, tiny
-from tests.referee.point import FORMULAS, LIFTED, METHODS, UNWRITTEN, WAYS, Point, drawn
+from tests.referee.point import AT_NIGHT, FORMULAS, LIFTED, METHODS, UNWRITTEN, WAYS, Point, drawn
 from tests.referee.truth import Decoder, Itself, L, rule_of
 from tests.referee.twin import on_a_gpu
 
@@ -45,6 +45,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     "deepseek_v3": {"max_position_embeddings": L},
     "gpt2": {"n_positions": L},
     "bloom": {},
+    **{kind: {"max_position_embeddings": L} for kind in AT_NIGHT},
 }
 TOLERANCE = {"float64": 2e-4, "float32": 2e-4, "bfloat16": 0.3, "float16": 0.3 / 8}
 """Largest error as a part of the largest logit; transformers itself rotates in float32. float16 has three bits more
