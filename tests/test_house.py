@@ -28,10 +28,10 @@ ROOMS = [
 
 # What a change may not exceed: the figures of ``scripts/house.py``, rounded up. Lower each when its figure falls.
 CEILINGS = {
-    "tokens of code": 368_951,
-    "lines that the first patch loads": 9_142,
+    "tokens of code": 368_967,
+    "lines that the first patch loads": 9_143,
     "files that the first patch loads": 47,
-    "lines of the core": 4_894,
+    "lines of the core": 4_895,
     "files of the core": 22,
     "long functions without a comment": 0,
     "stiff constructions": 255,
@@ -46,7 +46,7 @@ CEILINGS = {
     "lines of scripts/": 5_753,
     "lines of tests/": 53_764,
     "lines to read: add a frequency method": 1_280,
-    "lines to read: mend a defect of unpatch": 1_650,
+    "lines to read: mend a defect of unpatch": 1_651,
     "lines to read: add a family": 1_785,
     "lines to read: mend a defect of caches": 2_603,
     "lines to read: add a column to the perplexity report": 1_314,

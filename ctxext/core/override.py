@@ -71,7 +71,8 @@ def _called_on(override: Any, module: nn.Module, *args: Any, **kwargs: Any) -> A
 @functools.cache
 def _signature(forward: Any) -> inspect.Signature:
     """Return the signature of a method, without ``self``."""
-    return inspect.signature(forward.__get__(object()))
+    full = inspect.signature(forward)
+    return full.replace(parameters=list(full.parameters.values())[1:])
 
 
 @dataclass
