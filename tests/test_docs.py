@@ -202,7 +202,7 @@ def parse_recipe(arguments: list[str]) -> None:
 
 def parse_script(path: str, arguments: list[str]) -> None:
     assert (ROOT / path).is_file()
-    if path == "recipes/finetune.py":
+    if path in ("recipes/finetune.py", "scripts/studies/end_prompt.py"):
         return parse_recipe(arguments)
     module = importlib.import_module(path.removesuffix(".py").replace("/", "."))
     parse(command_of(getattr(module, "main", None) or getattr(module, Path(path).stem)), arguments, path)
