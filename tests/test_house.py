@@ -28,13 +28,13 @@ ROOMS = [
 
 # What a change may not exceed: the figures of ``scripts/house.py``, rounded up. Lower each when its figure falls.
 CEILINGS = {
-    "tokens of code": 368_967,
+    "tokens of code": 368_954,
     "lines that the first patch loads": 9_143,
     "files that the first patch loads": 47,
     "lines of the core": 4_895,
     "files of the core": 22,
     "long functions without a comment": 0,
-    "stiff constructions": 255,
+    "stiff constructions": 254,
     "arguments without a noun": 0,
     "classes of evaluation/": 53,
     "files that one patch enters": 28,

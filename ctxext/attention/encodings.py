@@ -19,6 +19,7 @@ from ctxext.attention.attend import (
     decoder_of,
     install_attention,
 )
+from ctxext.caches.digest import is_fsdp
 from ctxext.caches.layout_mask import layout_of
 from ctxext.caches.travelling import Travelling
 from ctxext.core.edits import Edits
@@ -195,7 +196,7 @@ def install_encoding(
         encoding = _built(method, spec, owner, decoder) if loaded is None else loaded
         # FSDP neither shards nor averages a weight that it did not know when it took the model.
         brings = loaded is None and next(encoding.parameters(), None) is not None
-        if brings and any(hasattr(module, "_get_fsdp_state") for module in subject.model.modules()):
+        if brings and is_fsdp(subject.model):
             raise IncompatibleError(
                 f"FSDP manages this {subject.kind}, and would leave the weights of {method.name!r} to each process. "
                 f"Extend the model first, and wrap it then."

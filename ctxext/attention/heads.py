@@ -28,7 +28,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
 from ctxext.attention.attend import LayerCall, attention_function
 from ctxext.attention.engines import RemapAttend
-from ctxext.caches.digest import is_shared_out, sample
+from ctxext.caches.digest import UNKNOWN, is_shared_out, sample
 from ctxext.caches.records import attends_of
 from ctxext.core.edits import Edits
 from ctxext.core.patching import patched_state
@@ -43,8 +43,6 @@ from ctxext.spec import ExtensionArguments
 from ctxext.version import __version__
 
 RECORDING = "ctxext_heads"
-UNKNOWN = "unknown"
-"""Fingerprint of a model whose weights processes share."""
 SEEDS = (0, 1, 2)
 REPEATED = 512  # tokens of the text that is repeated, where the model was trained for twice as many
 LONGEST = 2048  # tokens of a text with needles

@@ -11,6 +11,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from ctxext.attention.attend import LayerCall, decoder_of, install_attention
+from ctxext.caches.digest import is_fsdp
 from ctxext.core.edits import Edits
 from ctxext.core.rebuild import FAILURES, Rebuild
 from ctxext.core.replaced import original_code, replaced_in
@@ -61,7 +62,7 @@ def rotation_form(
     out_of_reach = any(weight.is_meta or not weight.numel() for weight in decoder.parameters())
     # FSDP gathers weights for a whole pass: it takes the first module that runs for the outermost one, and a pass that
     # ends in the middle leaves them gathered.
-    out_of_reach |= any(hasattr(module, "_get_fsdp_state") for module in decoder.modules())
+    out_of_reach |= is_fsdp(decoder)
     first = decoder.get_submodule(next(iter(far)))
     queries, tails = None, [False, True]
     if not out_of_reach and not replaced_in(type(first).__module__):

@@ -12,10 +12,18 @@ from torch.distributed.tensor import DTensor
 
 from ctxext.core.subject import Subject
 
+UNKNOWN = "unknown"
+"""Digest of a model whose weights processes share."""
+
 
 def is_zero3(model: nn.Module) -> bool:
     """Tell whether DeepSpeed ZeRO-3 has shared a model's weights out: it puts an id on each."""
     return any(hasattr(weight, "ds_id") for weight in model.parameters())
+
+
+def is_fsdp(model: nn.Module) -> bool:
+    """Tell whether FSDP 2 manages a part of a model: it gives the classes of its modules a state."""
+    return any(hasattr(module, "_get_fsdp_state") for module in model.modules())
 
 
 def is_shared_out(model: nn.Module) -> bool:
@@ -32,10 +40,10 @@ def weights_digest(model: nn.Module) -> str:
 
     Cheap: 64 values of each tensor, spread over it, so that a fine-tuned copy with the same shapes has another digest.
     The dtype counts, since it rounds the weights, and so do the adapters in use. Where ZeRO-3 or FSDP has shared the
-    weights out, "unknown".
+    weights out, ``UNKNOWN``.
     """
     if is_shared_out(model):
-        return "unknown"
+        return UNKNOWN
     config = Subject.of(model).config.to_dict()
     for noise in ("_name_or_path", "transformers_version", "ctxext"):
         config.pop(noise, None)

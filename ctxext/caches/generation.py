@@ -366,7 +366,7 @@ class RefuseFixedPositions:
         return type(model)._get_logits_processor(model, generation_config, input_ids_seq_length, *args, **kwargs)
 
     def _require_same(self, prompts: list[int], new: int, why: str) -> None:
-        """Refuse prompts whose positions change before they have so many ``new`` tokens."""
+        """Refuse prompts whose positions change while ``new`` tokens are added to them."""
         for first in prompts:
             if self.rule.fitted(first) != self.rule.fitted(first + new):
                 name = self.rule.method.name

@@ -151,7 +151,7 @@ def extend(
     """Extend a model as ``patch`` does, by the steps of every room in the order of their moments.
 
     ``arguments`` may be by side of an encoder-decoder: one that is not named remains plain. ``is_restored`` says that
-    they are those of a saved extension, which is taken as it was saved.
+    a saved extension gave them, which is taken as it was saved.
     """
     work = Work(Subject.of(model), arguments, Edits(), is_restored=is_restored)
     base = work.subject.model

@@ -120,7 +120,6 @@ class LabJob(Job):
         """Lay out a job. The arguments determine its key and its cost, in tokens of training."""
         identity = {"task": task, "subject": asdict(subject), "seed": seed, "settings": asdict(settings)}
         identity["text_sha256"] = "" if text is None else text.sha256
-
         steps = settings.puzzle_steps if text is None else settings.text_steps
         steps *= SLOWER if subject.is_slow else 1
         tokens = settings.puzzle_tokens if text is None else settings.length * settings.text_rows

@@ -323,11 +323,10 @@ def cached_tokens_for(subject: Subject, tokens: int, budget: int | None) -> int 
 
 # Called with the name of the current job and the cost done since the last call, in the units of `pass_cost`.
 Progress = Callable[[str, float], None]
-# Tokens at which attention costs as much as all the rest, for the 135M checkpoint of the demo.
 # A greedy answer, whatever a checkpoint's generation_config says.
 GREEDY: dict[str, Any] = {"use_cache": True, "cache_implementation": None, "prompt_lookup_num_tokens": None}
 GREEDY |= {"num_beams": 1, "num_return_sequences": 1, "return_dict_in_generate": False, "do_sample": False}
-
+# Tokens at which attention costs as much as all the rest, for the 135M checkpoint of the demo.
 SMALL_MODEL = 4096
 
 

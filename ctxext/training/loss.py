@@ -26,12 +26,13 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 from transformers.loss.loss_utils import ForCausalLMLoss
 
+from ctxext.caches.digest import is_fsdp
 from ctxext.core.edits import Edits
 from ctxext.core.override import ForwardOverride
 from ctxext.core.subject import Subject
 from ctxext.errors import IncompatibleError, InvalidParameterError, PatchStateError
 from ctxext.measuring.head import box_inputs_of_head, require_head, require_pieces, shell_of
-from ctxext.training.parallel import is_fsdp, is_sharded
+from ctxext.training.parallel import is_sharded
 from ctxext.training.sequences import IGNORED
 
 

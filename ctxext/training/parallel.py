@@ -13,10 +13,9 @@ from collections.abc import Collection, Iterator
 from typing import Any
 
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from ctxext.caches.digest import is_zero3
+from ctxext.caches.digest import is_fsdp, is_zero3
 from ctxext.caches.records import ATTENTION, Given
 from ctxext.core.patching import patched_state
 from ctxext.core.scaling import of_layers
@@ -29,11 +28,6 @@ CONTEXT = "recipes/accelerate/fsdp2-context-parallel.yaml"
 def is_sharded(model: nn.Module) -> bool:
     """Return whether each process holds only a part of the weights: FSDP 2, or DeepSpeed ZeRO-3."""
     return is_fsdp(model) or is_zero3(model)
-
-
-def is_fsdp(model: nn.Module) -> bool:
-    """Return whether FSDP 2 holds the weights."""
-    return any(isinstance(module, FSDPModule) for module in model.modules())
 
 
 @contextlib.contextmanager

@@ -111,7 +111,7 @@ class LongTrainer(Trainer):  # type: ignore[misc]
             raise self._not_a_number(f"A gradient is not finite (the loss is {loss.item():.4g})")
         return loss
 
-    def prediction_step(self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+    def prediction_step(self, model: nn.Module, inputs: Given, *args: Any, **kwargs: Any) -> Any:
         """Run one forward pass of an evaluation."""
         inputs = {name: value for name, value in inputs.items() if name != "index"}
         return super().prediction_step(model, inputs, *args, **kwargs)

@@ -75,7 +75,7 @@ class QuestionSet:
     others: tuple[str, ...] = ()
 
 
-# Draws so many of the strings of a pool that have the most common number of tokens.
+# Draws a number of strings out of a pool, of equally many tokens: the most common number.
 Alike = Callable[[Sequence[str], int, random.Random], list[str]]
 
 

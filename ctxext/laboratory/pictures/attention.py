@@ -57,8 +57,8 @@ def attention_asked(method: Method | None, request: PictureRequest) -> Picture |
     return Picture(
         kind="attention",
         sentence=_sentence(request.model, label, numbers),
-        caption="Of the last tokens of the text: the share of each head's attention that goes so many tokens back, or "
-        "ahead where tokens see later ones. The first token of the text, which many heads take for nothing in "
+        caption="Of the last tokens of the text: the share of each head's attention by how many tokens it goes back, "
+        "or ahead where tokens see later ones. The first token of the text, which many heads take for nothing in "
         "particular, stands by itself. Right: the mean over all heads.",
         values={"method": method.to_dict(), **numbers, "model": request.model},
         panels=_panels(label, numbers),
