@@ -12,7 +12,7 @@ import inspect
 import re
 import sys
 from collections import ChainMap
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from types import CodeType
 from typing import Any
 
@@ -35,9 +35,12 @@ def _is_of_a_model(home: str) -> bool:
     )
 
 
-def names_of(kind: type) -> dict[str, Any]:
-    """Return the names in the modules of a class and of its bases; names of the class take precedence."""
-    return dict(ChainMap(*(vars(sys.modules[base.__module__]) for base in own_bases(kind))))
+def names_of(kind: type) -> Mapping[str, Any]:
+    """Return the names in the modules of a class and of its bases; names of the class take precedence.
+
+    They are no copy: torch.compile puts names of its own there while it traces, and would find others at a second try.
+    """
+    return ChainMap(*(vars(sys.modules[base.__module__]) for base in own_bases(kind)))
 
 
 _ANY_OF = or_masks(causal_mask_function).__code__

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import ctxext
-from ctxext.core.code import source_of
+from ctxext.core.code import names_of, source_of
 from ctxext.errors import IncompatibleError
 from ctxext.training.lora import attach_lora
 from tests._models import logits, tiny, tokens
@@ -109,3 +109,11 @@ def test_lora_leaves_out_what_a_typed_class_multiplies_by_itself(typed: Any) -> 
     adapted = attach_lora(ctxext.patch(model, "yarn", factor=2))
     assert "q_proj" in adapted.peft_config["default"].target_modules
     assert "self.out_proj.weight" in source_of(typed.Mamba).splitlines()
+
+
+def test_names_of_a_class_are_those_of_the_moment(typed: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A copy told torch.compile, which puts names into modules while it traces, that the code had changed."""
+    names = names_of(typed.Llama)
+    monkeypatch.setitem(vars(typed), "put_later", 1)
+    assert names["put_later"] == 1
+    assert {"LlamaAttention", "apply_rotary_pos_emb"} <= set(names)
