@@ -26,6 +26,8 @@ FIELDS = (
     ("generation_config.json", ("max_length",)),
     ("sentence_*_config.json", ("max_seq_length",)),
 )
+LOADED = "_original_object_hash"
+"""Attribute by which transformers knows settings of ``generate`` that are as they were loaded."""
 
 
 @dataclass(frozen=True)
@@ -156,8 +158,15 @@ def _written(work: Work) -> Extension:
 
 
 def _raise_generation(work: Work) -> None:
-    """Set the limit of ``generate`` to the new window, where it was the window before."""
-    work.edits.set(work.subject.model.generation_config, "max_length", _written(work).target_length)
+    """Set the limit of ``generate`` to the new window, where it was the window before.
+
+    transformers saves settings with faults, as of many published checkpoints, only where they are as they were loaded.
+    """
+    settings: Any = work.subject.model.generation_config
+    is_as_loaded = getattr(settings, LOADED, None) is not None and getattr(settings, LOADED) == hash(settings)
+    work.edits.set(settings, "max_length", _written(work).target_length)
+    if is_as_loaded:
+        work.edits.set(settings, LOADED, hash(settings))
 
 
 def _is_window(value: int, work: Work, extension: Extension) -> bool:

@@ -8,13 +8,14 @@ from typing import Any
 
 import pytest
 from tokenizers import Tokenizer
-from transformers import BertModel
+from transformers import BertModel, LlamaForCausalLM
 
 import ctxext
 from ctxext.checkpoints.write import patch_checkpoint
 from ctxext.errors import CheckpointError
-from tests._models import bert
+from tests._models import bert, tiny
 from tests._tokenizer import make_tokenizer
+from tests.walk.tiny import TRAINED_LENGTH
 
 TRAINED, TARGET = 32, 128
 
@@ -147,3 +148,43 @@ def test_a_file_that_is_no_json_is_named_by_its_own_place(source: Path, tmp_path
     (source / "tokenizer_config.json").write_text("{")
     with pytest.raises(CheckpointError, match=rf"^{source}/tokenizer_config.json is not valid JSON"):
         patch_checkpoint(source, tmp_path / "long", "pi", factor=4)
+
+
+# As Llama 2 was published at first: numbers of sampling without do_sample, which transformers calls invalid.
+FAULTY = {"max_length": TRAINED_LENGTH, "temperature": 0.9, "top_p": 0.6}
+
+
+def faulty(place: Path, model: Any) -> Path:
+    model.save_pretrained(place)
+    (place / "generation_config.json").write_text(json.dumps(FAULTY), encoding="utf-8")
+    return place
+
+
+@pytest.mark.slow
+def test_settings_with_faults_are_saved_as_they_were_loaded(tmp_path: Path) -> None:
+    """transformers refuses to save them once they have changed, and the limit of ``generate`` has."""
+    source, window = faulty(tmp_path / "source", tiny()), {"max_length": 2 * TRAINED_LENGTH}
+    model = ctxext.patch(LlamaForCausalLM.from_pretrained(source), "yarn", factor=2)
+    model.save_pretrained(tmp_path / "saved")
+    ctxext.save(model, tmp_path / "by ctxext")
+    ctxext.load(source, "self_extend", factor=2).save_pretrained(tmp_path / "loaded")
+    patch_checkpoint(source, tmp_path / "encoded", "kerple", factor=2)
+    patch_checkpoint(faulty(tmp_path / "table", tiny("gpt2")), tmp_path / "longer", "pi", factor=2)
+    for name in ("saved", "by ctxext", "loaded", "longer"):
+        told = json.loads((tmp_path / name / "generation_config.json").read_text())
+        assert told.items() >= (FAULTY | window).items()
+    ctxext.unpatch(model).save_pretrained(tmp_path / "plain")
+    assert json.loads((tmp_path / "plain" / "generation_config.json").read_text()).items() >= FAULTY.items()
+
+
+@pytest.mark.slow
+def test_settings_that_a_user_changed_are_refused_as_transformers_refuses_them(tmp_path: Path) -> None:
+    source = faulty(tmp_path / "source", tiny())
+    for before in (True, False):
+        model = LlamaForCausalLM.from_pretrained(source)
+        if before:
+            model.generation_config.temperature = 0.5
+        ctxext.patch(model, "yarn", factor=2)
+        model.generation_config.temperature = 0.5
+        with pytest.raises(ValueError, match="GenerationConfig is invalid"):
+            model.save_pretrained(tmp_path / "saved")
