@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
-from transformers import DynamicCache, PreTrainedModel
+from transformers import DynamicCache, GenerationConfig, PreTrainedModel
 
 from ctxext.caches.prefix import virtual_tokens
 from ctxext.core.architecture import find_architecture
@@ -324,8 +324,16 @@ def cached_tokens_for(subject: Subject, tokens: int, budget: int | None) -> int 
 # Called with the name of the current job and the cost done since the last call, in the units of `pass_cost`.
 Progress = Callable[[str, float], None]
 # A greedy answer, whatever a checkpoint's generation_config says.
-GREEDY: dict[str, Any] = {"use_cache": True, "cache_implementation": None, "prompt_lookup_num_tokens": None}
+GREEDY: dict[str, Any] = {"use_cache": True, "cache_implementation": None}
 GREEDY |= {"num_beams": 1, "num_return_sequences": 1, "return_dict_in_generate": False, "do_sample": False}
+# What older transformers do not know, they would hand to the model.
+GREEDY |= dict.fromkeys(
+    {
+        *("prompt_lookup_num_tokens", "assistant_early_exit", "use_mtp", "penalty_alpha", "dola_layers"),
+        *("constraints", "force_words_ids", "token_healing", "output_attentions", "output_hidden_states"),
+    }
+    & vars(GenerationConfig()).keys()
+)
 # Tokens at which attention costs as much as all the rest, for the 135M checkpoint of the demo.
 SMALL_MODEL = 4096
 

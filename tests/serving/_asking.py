@@ -42,6 +42,12 @@ CHECKPOINT_SAYS: list[dict[str, Any]] = [
     {"num_beams": 2},
     {"return_dict_in_generate": True},
     {"prompt_lookup_num_tokens": 3},
+    {"assistant_early_exit": 1},
+    {"use_mtp": True},
+    {"penalty_alpha": 0.6, "top_k": 4},
+    {"dola_layers": "low"},
+    {"token_healing": True},
+    {"output_attentions": True, "output_hidden_states": True},
 ]
 
 
