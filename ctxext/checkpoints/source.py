@@ -211,11 +211,14 @@ def quantised_beside(place: StrPath, config: Any) -> JsonObject | None:
 
 
 def read_tokenizer(place: StrPath, **location: Any) -> Any:
-    """Read the tokenizer of a checkpoint; ``location`` as in ``read_any_config``.
+    """Read the tokenizer of a checkpoint; ``location`` as in ``read_any_config``, and its ``config`` if that is read.
 
     Raises:
         CheckpointError: there is none that can be read.
     """
+    is_alone = os.path.isdir(place) and not Path(place, "config.json").is_file()
+    if not is_alone and not location.keys() & {"config", "gguf_file"}:  # transformers may refuse the config by itself
+        location["config"] = read_any_config(place, **location)
     try:
         return AutoTokenizer.from_pretrained(os.fspath(place), **location)
     except BaseException as error:

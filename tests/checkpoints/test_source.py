@@ -25,6 +25,7 @@ from typer.testing import CliRunner
 
 import ctxext
 from ctxext.caches.digest import weights_digest
+from ctxext.checkpoints.source import read_tokenizer
 from ctxext.checkpoints.write import patch_checkpoint
 from ctxext.cli.app import app
 from ctxext.core.subject import Subject
@@ -36,6 +37,7 @@ from tests._checkpoints import save_with_tokenizer as saved
 from tests._gguf import write_gguf
 from tests._models import logits, tiny, tokens
 from tests._products import crossed
+from tests._tokenizer import make_tokenizer
 from tests.training._recipe import CONFIG, SMALL, words_of
 from tests.walk.tiny import TRAINED_LENGTH
 
@@ -367,3 +369,15 @@ def test_two_gguf_files_in_a_directory_are_no_checkpoint(gguf_file: Path, tmp_pa
         shutil.copy(gguf_file, tmp_path / name)
     with pytest.raises(CheckpointError, match=r"has no config\.json \(found: a\.gguf, b\.gguf\)"):
         ctxext.load(tmp_path, "yarn", factor=2.0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("model_type", "method"), [("bloom", "pi"), ("mpt", "dynamic_pi"), ("llama", "self_extend")])
+def test_the_tokenizer_beside_a_config_that_transformers_refuses(model_type: str, method: str, tmp_path: Path) -> None:
+    """A sentence stands in place of a number, and transformers reads the config before the tokenizer."""
+    model = ctxext.patch(tiny(model_type), method, factor=2, trained_length=TRAINED_LENGTH)
+    saved(model, tmp_path)
+    (tmp_path / "text.txt").write_text("abc " * 100)
+    assert read_tokenizer(tmp_path)("abc").input_ids == make_tokenizer(bos=True)("abc").input_ids
+    inspect = ["inspect", str(tmp_path), "--text", str(tmp_path / "text.txt"), "--json"]
+    assert CliRunner().invoke(app, inspect).exit_code == 0
