@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 import torch
+from huggingface_hub.errors import HTTPError  # type: ignore[attr-defined]
 from safetensors import SafetensorError
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
@@ -417,7 +418,7 @@ def _read_model(
             model, report = built.from_pretrained(place, config=config, **loading | fitting)
     except (CtxextError, torch.OutOfMemoryError):
         raise
-    except (OSError, SafetensorError, RuntimeError) as error:  # the last of shapes, and of generation_config.json
+    except (OSError, HTTPError, SafetensorError, RuntimeError) as error:  # the last of shapes, and generation_config
         raise CheckpointError(f"The weights in {place} cannot be read: {error}{unwritable(error)}") from error
     except TypeError as error:  # what from_pretrained does not know it hands to the model, which takes a config alone
         unknown = [name for name in loading if f"unexpected keyword argument {name!r}" in str(error)]

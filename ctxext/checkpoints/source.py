@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import transformers
 from huggingface_hub import snapshot_download
+from huggingface_hub.errors import HTTPError  # type: ignore[attr-defined]
 from safetensors import SafetensorError, safe_open
 from transformers import CONFIG_MAPPING, AutoConfig, AutoTokenizer, PreTrainedConfig
 from transformers.utils import cached_file
@@ -148,7 +149,7 @@ def read_any_config(
             read_positions(text, file)
     except CtxextError:
         raise
-    except (OSError, *UNFIT) as error:
+    except (*UNFIT, HTTPError) as error:  # the last of a connection that fails
         named = Path(place, location.get("gguf_file") or "") if Path(place).exists() else place
         raise CheckpointError(_misplaced(place, raw, error) or _unreadable(named, error)) from error
     if REMOTE_MODULE in str(getattr(config, "auto_map", "")):  # ctxext itself loads without this code
@@ -223,7 +224,7 @@ def read_tokenizer(place: StrPath, **location: Any) -> Any:
         return AutoTokenizer.from_pretrained(os.fspath(place), **location)
     except BaseException as error:
         # tokenizers knows no class but Exception, by which it also refuses the files of newer versions.
-        if type(error) is not Exception and not isinstance(error, UNFIT):
+        if type(error) is not Exception and not isinstance(error, (*UNFIT, HTTPError)):
             raise
         raise CheckpointError(f"{place} has no tokenizer that can be read: {error}{unwritable(error)}") from error
 
@@ -309,7 +310,7 @@ def fetched(source: Path) -> Path:
         return source
     try:
         return Path(snapshot_download(source.as_posix(), ignore_patterns=[f"*{suffix}" for suffix in OTHER_WEIGHTS]))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, HTTPError) as error:
         raise CheckpointError(_unreadable(source, error)) from error
 
 

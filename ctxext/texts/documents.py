@@ -395,7 +395,8 @@ def _explained(source: str, kind: str = "") -> Iterator[None]:
 
 def _unreadable() -> tuple[type[Exception], ...]:
     """Return the errors of damaged or foreign data, also of packages that were imported a moment ago."""
-    data, *zstd = map(sys.modules.get, ("datasets", "zstandard", "backports.zstd", "compression.zstd"))
+    names = ("datasets", "huggingface_hub.errors", "zstandard", "backports.zstd", "compression.zstd")
+    data, hub, *zstd = map(sys.modules.get, names)
     return (
         OSError,
         ValueError,
@@ -405,6 +406,7 @@ def _unreadable() -> tuple[type[Exception], ...]:
         zlib.error,
         lzma.LZMAError,
         *([data.exceptions.DatasetsError] if data else []),
+        *([hub.HTTPError] if hub else []),  # of a connection that fails
         *(module.ZstdError for module in zstd if module),
     )
 

@@ -11,10 +11,14 @@ from typing import Any, ClassVar
 import pytest
 import torch
 import transformers
-from transformers import AutoModelForCausalLM, LlamaConfig
+from huggingface_hub.errors import HTTPError  # type: ignore[attr-defined]
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers.utils import hub
 
 import ctxext
+from ctxext.checkpoints import source
 from ctxext.checkpoints.source import read_any_config, read_tokenizer
+from ctxext.checkpoints.write import patch_checkpoint
 from ctxext.errors import CheckpointError, IncompatibleError, InvalidParameterError, UnknownNameError, VerificationError
 from ctxext.methods import METHODS, RopeMethod
 from ctxext.methods.formulas import plain_inv_freq
@@ -236,3 +240,24 @@ def test_a_method_of_ones_own_has_to_be_registered_before_its_checkpoint_is_load
     if not stock:
         with pytest.raises(CheckpointError, match=said):
             AutoModelForCausalLM.from_pretrained(tmp_path)
+
+
+def test_a_connection_that_fails_meanwhile(plain: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such an error of huggingface_hub is none of the operating system's."""
+
+    def broken(*_: Any, **__: Any) -> Any:
+        raise HTTPError("the connection broke")
+
+    monkeypatch.setattr(hub, "is_offline_mode", lambda: True)  # no revision is asked for
+    monkeypatch.setattr(hub, "hf_hub_download", broken)
+    monkeypatch.setattr(source, "snapshot_download", broken)
+    asked = "There is no directory someone/model. The hub did not give it either: "
+    with pytest.raises(CheckpointError, match=asked):
+        ctxext.load("someone/model", "yarn", factor=4)
+    with pytest.raises(CheckpointError, match=f"{asked}the connection broke"):
+        patch_checkpoint("someone/model", tmp_path / "long", "yarn", factor=4)
+    with pytest.raises(CheckpointError, match="someone/model has no tokenizer that can be read: the connection broke"):
+        read_tokenizer("someone/model", config=LlamaConfig())
+    monkeypatch.setattr(LlamaForCausalLM, "from_pretrained", broken)
+    with pytest.raises(CheckpointError, match=f"The weights in {plain} cannot be read: the connection broke"):
+        ctxext.load(plain, "yarn", factor=4)

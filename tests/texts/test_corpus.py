@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import gzip
+import importlib
 import importlib.util
 import io
 import json
@@ -351,12 +352,14 @@ def test_a_date_that_python_has_none_for_is_a_sentence(tmp_path: Path) -> None:
         list(read_documents([tmp_path / "rows.parquet"]))
 
 
-def test_an_error_of_datasets_is_a_sentence_the_first_time_too(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("module", ["datasets.exceptions", "huggingface_hub.errors"])
+def test_an_error_of_datasets_is_a_sentence_the_first_time_too(module: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is imported only where it is needed: inside of what its errors are explained around."""
     datasets = pytest.importorskip("datasets")
 
     def load_dataset(*_: Any, **__: Any) -> Any:
-        raise datasets.exceptions.DatasetsError("nothing that it can build")
+        errors = vars(importlib.import_module(module))
+        raise errors["DatasetsError" if "DatasetsError" in errors else "HTTPError"]("nothing that it can build")
 
     def imported() -> Any:
         monkeypatch.setitem(sys.modules, "datasets", datasets)
