@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import shutil
 from fnmatch import fnmatch
@@ -10,7 +9,13 @@ from pathlib import Path
 from typing import Any
 
 from huggingface_hub import HfApi, hf_hub_download
-from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError, HFValidationError, RepositoryNotFoundError
+from huggingface_hub.errors import (  # type: ignore[attr-defined]
+    EntryNotFoundError,
+    HFValidationError,
+    HTTPError,
+    LocalEntryNotFoundError,
+    RepositoryNotFoundError,
+)
 from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
 from safetensors import SafetensorError
 from transformers import PreTrainedModel
@@ -40,6 +45,7 @@ from ctxext.models import find_architecture
 from ctxext.models.sinusoid import Sinusoids
 from ctxext.models.table import LearnedTable
 
+UNREACHED = (OSError, HTTPError)  # the second of a connection that fails
 HUB_OPTIONS = ("repo_id", "commit_message", "create_pr", "private", "token")
 ADAPTER_FILES = (ENCODING_FILE, ADAPTER_FILE, EXTENSION_FILE)
 PATCH_ANEW = (
@@ -77,8 +83,8 @@ def save(
         results: Report in Markdown on measurements of this model (``-o report.md`` of the measuring commands): it
             becomes part of the model card.
         **saving: arguments of ``save_pretrained``, such as ``max_shard_size``. ``push_to_hub=True`` uploads the
-            complete directory, with ``repo_id`` (default the name of ``directory``), ``commit_message``, ``create_pr``,
-            ``private`` and ``token``.
+            files that were written, with ``repo_id`` (default the name of ``directory``), ``commit_message``,
+            ``create_pr``, ``private`` and ``token``.
 
     The model card, README.md, says in a marked section how the model is extended, loaded and served. The rest of the
     card stays, here or on the hub.
@@ -124,11 +130,9 @@ def save(
     try:
         _require_unchanged(subject)  # which builds rotary modules from a config in a temporary file
         with whole_files(place, last=("config.json",) if adapted is None else ADAPTER_FILES) as half:
-            if (place / MODEL_CARD).is_file():  # PEFT adds to it, too
+            if has_card := (place / MODEL_CARD).is_file():  # PEFT adds to it, too
                 shutil.copyfile(place / MODEL_CARD, half / MODEL_CARD)
-            elif is_published:
-                with contextlib.suppress(EntryNotFoundError, RepositoryNotFoundError):
-                    shutil.copyfile(hf_hub_download(hub["repo_id"], MODEL_CARD, token=hub["token"]), half / MODEL_CARD)
+            unreached = _ask_hub(hub, None if has_card else half / MODEL_CARD) if is_published else None
             if adapted is None:
                 _save_whole(inner, half, module, saving)
             else:
@@ -165,7 +169,7 @@ def save(
             f"place."
         ) from error
     if is_published:
-        _publish(place, written, hub)
+        _publish(place, written, hub, unreached)
 
 
 def _text_tokenizer(given: Any) -> Any:
@@ -200,9 +204,31 @@ def _refuse_place(place: Path, adapted: Any, variant: str | None) -> None:
         )
 
 
-def _publish(place: Path, files: list[str], hub: dict[str, Any]) -> None:
-    """Upload these files of a directory, and nothing else that lies there."""
+def _ask_hub(hub: dict[str, Any], card: Path | None) -> Exception | None:
+    """Complete the name of a repository, and copy its model card to a path; return the error of a hub that fails."""
     try:
+        if "/" not in hub["repo_id"]:
+            hub["repo_id"] = f"{HfApi(token=hub['token']).whoami()['name']}/{hub['repo_id']}"
+        if card is not None:
+            shutil.copyfile(hf_hub_download(hub["repo_id"], MODEL_CARD, token=hub["token"]), card)
+    except LocalEntryNotFoundError as error:  # there may be one, which the upload would replace
+        return error
+    except (EntryNotFoundError, RepositoryNotFoundError):
+        return None
+    except UNREACHED as error:
+        return error
+    return None
+
+
+def _publish(place: Path, files: list[str], hub: dict[str, Any], unreached: Exception | None) -> None:
+    """Upload these files of a directory, and nothing else that lies there, unless the hub could not be asked before.
+
+    Raises:
+        CheckpointError: if the hub fails, or failed before.
+    """
+    try:
+        if unreached is not None:
+            raise unreached
         api = HfApi(token=hub["token"])
         repository = api.create_repo(hub["repo_id"], private=hub.get("private"), exist_ok=True).repo_id
         api.upload_folder(
@@ -212,7 +238,7 @@ def _publish(place: Path, files: list[str], hub: dict[str, Any]) -> None:
             commit_message=hub.get("commit_message", "Upload model"),
             create_pr=hub.get("create_pr", False),
         )
-    except (OSError, HfHubHTTPError) as error:
+    except UNREACHED as error:
         raise CheckpointError(f"{place} is saved, but was not uploaded to {hub['repo_id']}: {error}") from error
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from huggingface_hub import HfApi, ModelCard
-from huggingface_hub.errors import EntryNotFoundError
+from huggingface_hub.errors import EntryNotFoundError, HTTPError, LocalEntryNotFoundError  # type: ignore[attr-defined]
 from peft import LoraConfig, get_peft_model
 
 import ctxext
@@ -147,17 +147,18 @@ class Hub:
 
         def create(api: HfApi, repo_id: str, **options: Any) -> Any:
             self.asked |= options | {"token": api.token}
-            return type("Created", (), {"repo_id": f"me/{repo_id}"})
+            return type("Created", (), {"repo_id": repo_id})
 
         def upload(_: HfApi, *, repo_id: str, folder_path: Path, allow_patterns: list[str], **options: Any) -> None:
             assert all((folder_path / name).is_file() for name in allow_patterns)
             self.files, self.asked = set(allow_patterns), self.asked | options | {"repo_id": repo_id}
 
-        def download(*_: Any, **__: Any) -> str:
-            if readme is None:
+        def download(repo_id: str, *_: Any, **__: Any) -> str:
+            if readme is None or not repo_id.startswith("me/"):
                 raise EntryNotFoundError("no card")
             return str(readme)
 
+        monkeypatch.setattr(HfApi, "whoami", lambda _: {"name": "me"})
         monkeypatch.setattr(HfApi, "create_repo", create)
         monkeypatch.setattr(HfApi, "upload_folder", upload)
         monkeypatch.setattr(saving, "hf_hub_download", download)
@@ -182,16 +183,21 @@ def test_what_was_written_is_uploaded_and_nothing_else(
     assert card(place).data.license == "mit"
     ctxext.save(model, place, push_to_hub=True, repo_id="llama-128k")
     assert hub.asked["repo_id"] == "me/llama-128k"
-    assert '"llama-128k"' in card(place).text
+    assert '"me/llama-128k"' in card(place).text
 
 
-def test_an_upload_that_fails_leaves_what_was_saved(
-    plain: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("step", ["whoami", "hf_hub_download", "create_repo", "upload_folder"])
+@pytest.mark.parametrize("kind", [OSError, HTTPError, LocalEntryNotFoundError])
+def test_an_upload_that_fails_leaves_what_was_saved_and_replaces_no_card(
+    step: str, kind: type[Exception], plain: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    Hub(monkeypatch)
-    monkeypatch.setattr(HfApi, "create_repo", lambda *_, **__: (_ for _ in ()).throw(OSError("no network")))
-    with pytest.raises(CheckpointError, match=r"is saved, but was not uploaded to long: no network"):
+    """Of a connection that fails, the second, which is no OSError; the third of a card that may be there."""
+    hub = Hub(monkeypatch)
+    place: Any = saving if step == "hf_hub_download" else HfApi
+    monkeypatch.setattr(place, step, lambda *_, **__: (_ for _ in ()).throw(kind("no network")))
+    with pytest.raises(CheckpointError, match=r"is saved, but was not uploaded to (me/)?long: no network"):
         ctxext.save(ctxext.load(plain, "yarn", factor=4), tmp_path / "long", push_to_hub=True)
+    assert not hub.files
     assert ctxext.describe(ctxext.load(tmp_path / "long")).target_length == 256
 
 
