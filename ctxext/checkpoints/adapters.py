@@ -222,7 +222,8 @@ def _name_base(directory: Path, base: Any) -> None:
     """Name the base model in the model card that PEFT has written, where its config has a sentence now."""
     for place in (directory, directory.parent):  # the card of an adapter with a name is in the folder above
         path = place / "README.md"
-        if path.is_file():
+        # That of the folder above may be of a whole project, and no card.
+        if path.is_file() and EXTENDED_IN_MEMORY.partition(":")[0].encode() in path.read_bytes():
             card = ModelCard.load(path)
             if card.data.get("base_model") == EXTENDED_IN_MEMORY:
                 card.data["base_model"] = base.name_or_path

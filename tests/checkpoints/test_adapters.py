@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from accelerate import dispatch_model
+from huggingface_hub import ModelCard
 from peft import (
     AdaLoraConfig,
     AutoPeftModelForCausalLM,
@@ -736,3 +737,16 @@ def test_patched_through_a_compiled_peft_model(plain: Path, tmp_path: Path) -> N
     check_kept(tmp_path / "adapter", model, plain)
     ctxext.unpatch(compiled)
     assert "save_pretrained" not in vars(model)
+
+
+@pytest.mark.parametrize("name", ["default", "other"])
+@pytest.mark.parametrize("readme", [b"---\n: [\n---\n", "Über uns".encode("latin-1"), b"# A project\n"])
+def test_a_readme_beside_the_folder_of_an_adapter_is_left_alone(
+    readme: bytes, name: str, plain: Path, tmp_path: Path
+) -> None:
+    """The card of an adapter with a name lies above its folder; so may the page of a project."""
+    (tmp_path / "README.md").write_bytes(readme)
+    get_peft_model(extended(base_of(plain)), lora(), adapter_name=name).save_pretrained(tmp_path / "adapter")
+    assert (tmp_path / "README.md").read_bytes() == readme
+    card = ModelCard.load(tmp_path / "adapter" / "README.md")
+    assert card.data.base_model == str(plain)
