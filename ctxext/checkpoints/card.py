@@ -35,6 +35,7 @@ def write_card(
     adapter: bool = False,
     trusted: bool = False,
     cuts: Sequence[str] = (),
+    tags: Sequence[str] = (),
     destination: Path | None = None,
 ) -> None:
     """Say in the model card of a directory how its model is extended, what was measured, and how to load and serve it.
@@ -43,13 +44,14 @@ def write_card(
         directory: folder of the card. An existing card keeps all but the marked section, and gains metadata.
         trusted: True if a module next to the weights lets transformers load the model where code is trusted.
         cuts: the limits in files next to the weights that still cut texts, a sentence each.
+        tags: Tags of the card before, which PEFT takes out of the card of an adapter.
         destination: folder that the files of ``directory`` will be moved into, for what lies there already.
 
     Raises:
         CheckpointError: the metadata of the card cannot be read.
     """
     path, saved = directory / MODEL_CARD, model.config.ctxext
-    card = _read(path)
+    card = read_card(path)
     sections = [
         f"```text\n{describe_saved(saved, model.config.model_type)}\n```",
         _loading(model, name, adapter, trusted, ((destination or directory) / "modules.json").is_file(), cuts),
@@ -60,8 +62,9 @@ def write_card(
     before, after = (part.strip("\n") for part in (*MARKED.split(card.text, maxsplit=1), "")[:2])
     card.text = "\n\n".join(filter(None, [before or f"# {name}", section, after])) + "\n"
     methods = {side["method"]["method"] for side in extensions_in(saved).values()}
-    tags = card.data.get("tags") or []
-    others = [tag for tag in ([tags] if isinstance(tags, str) else tags) if tag not in {"ctxext", *known_methods()}]
+    kept = [tag for tag in tags if not str(tag).startswith("base_model:")]  # PEFT names the present one
+    known = [*kept, *(tag for tag in tags_of(card) if tag not in kept)]
+    others = [tag for tag in known if tag not in {"ctxext", *known_methods()}]
     card.data["tags"] = [*others, "ctxext", *sorted(methods)]
     if adapter or not (trusted or describe_saved(saved, "").stock):
         card.data["library_name"] = "ctxext"  # the hub shows how to load it with the library that is named
@@ -72,8 +75,18 @@ def write_card(
     card.save(path)
 
 
-def _read(path: Path) -> RepoCard:
-    """Read a card with its metadata unchanged: ctxext does not drop a table of results that the hub rejects."""
+def tags_of(card: RepoCard) -> list[str]:
+    """Return the tags in the metadata of a card."""
+    tags = card.data.get("tags") or []
+    return [tags] if isinstance(tags, str) else list(tags)
+
+
+def read_card(path: Path) -> RepoCard:
+    """Read a card with its metadata unchanged: ctxext does not drop a table of results that the hub rejects.
+
+    Raises:
+        CheckpointError: the metadata cannot be read.
+    """
     try:
         text = path.read_text(encoding="utf-8") if path.is_file() else ""
         return RepoCard(text if text.startswith("---") else f"---\n{{}}\n---\n{text}")

@@ -27,7 +27,7 @@ from ctxext.checkpoints.adapters import (
     WHOLE_WEIGHTS,
     save_adapters,
 )
-from ctxext.checkpoints.card import MODEL_CARD, write_card
+from ctxext.checkpoints.card import MODEL_CARD, read_card, tags_of, write_card
 from ctxext.checkpoints.limits import raise_limits, reach_in, refuse_tokenizer
 from ctxext.checkpoints.remote import REMOTE_CODE, auto_map
 from ctxext.checkpoints.source import MISTRAL_FORMAT, REMOTE_MODULE
@@ -133,6 +133,7 @@ def save(
             if has_card := (place / MODEL_CARD).is_file():  # PEFT adds to it, too
                 shutil.copyfile(place / MODEL_CARD, half / MODEL_CARD)
             unreached = _ask_hub(hub, None if has_card else half / MODEL_CARD) if is_published else None
+            tags = tags_of(read_card(half / MODEL_CARD))
             if adapted is None:
                 _save_whole(inner, half, module, saving)
             else:
@@ -152,6 +153,7 @@ def save(
                 adapter=adapted is not None,
                 trusted=remote_code,
                 cuts=raise_limits(place, half, *lengths, reach_in(place)),
+                tags=tags,
                 destination=place,
             )
             written = [path.relative_to(half).as_posix() for path in half.rglob("*") if path.is_file()]

@@ -119,6 +119,14 @@ def test_an_adapter_and_an_encoder(plain: Path, tmp_path: Path) -> None:
     assert 'ctxext.load("adapter")' in blocks(tmp_path / "adapter", "python")[-1]
     assert blocks(tmp_path / "adapter", "bash") == []
     assert card(tmp_path / "adapter").data.library_name == "ctxext"  # PEFT refuses it
+    mine = "---\ntags:\n- novels\n- base_model:adapter:older\n---\nMine.\n"
+    (tmp_path / "adapter" / "README.md").write_text(mine)  # whose tags PEFT replaces
+    for _ in range(2):
+        ctxext.save(model, tmp_path / "adapter")
+    found = card(tmp_path / "adapter").data.tags
+    assert (found[0], len({*found})) == ("novels", len(found))
+    assert [tag for tag in found if "base_model" in tag] == [f"base_model:adapter:{plain}"]
+    assert card(tmp_path / "adapter").text.strip().startswith("Mine.")
     ctxext.save(ctxext.patch(bert(), "tile", factor=2), tmp_path / "encoder")
     assert "BertForMaskedLM.from_pretrained" in blocks(tmp_path / "encoder", "python")[0]
     assert blocks(tmp_path / "encoder", "bash") == []
@@ -130,11 +138,14 @@ def test_a_module_beside_the_weights_makes_it_loadable_by_transformers(plain: Pa
     assert "trust_remote_code=True" in blocks(tmp_path, "python")[0]
 
 
-def test_metadata_that_cannot_be_read_end_in_a_sentence(plain: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("adapted", [False, True])
+def test_metadata_that_cannot_be_read_end_in_a_sentence(adapted: bool, plain: Path, tmp_path: Path) -> None:
+    """Also where PEFT reads them before ctxext does."""
     (tmp_path / "README.md").write_text("---\nlicense: [mit\n---\nMine.\n")
-    before = contents(tmp_path)
+    before, model = contents(tmp_path), ctxext.load(plain, "yarn", factor=4)
+    saved = get_peft_model(model, LoraConfig(target_modules=["q_proj"])) if adapted else model
     with pytest.raises(CheckpointError, match=r"metadata at the top of README\.md cannot be read"):
-        ctxext.save(ctxext.load(plain, "yarn", factor=4), tmp_path)
+        ctxext.save(saved, tmp_path)
     assert contents(tmp_path) == before
 
 
