@@ -222,6 +222,7 @@ def write_prefix(path: Path, subject: Subject, cache: Any, tokens: list[int]) ->
 
     Raises:
         IncompatibleError: if no longer text may go on from the cache.
+        CheckpointError: if the file cannot be written, as on a full disk.
     """
     require_prefix(subject)
     tensors, layers = {"tokens": torch.tensor(tokens)}, []
@@ -230,8 +231,13 @@ def write_prefix(path: Path, subject: Subject, cache: Any, tokens: list[int]) ->
         tensors |= {f"{number}.{name}": value.cpu().contiguous() for name, value in own.items()}
         layers.append(facts)
     about = {name: json.dumps(value) for name, value in (depends_on(subject) | {"layers": layers}).items()}
-    with whole_file(path) as half:
-        save_file(tensors, half, metadata=about)
+    try:
+        with whole_file(path) as half:
+            save_file(tensors, half, metadata=about)
+    except (OSError, safetensors.SafetensorError) as error:
+        raise CheckpointError(
+            f"What was read could not be written to {path}: {error}. Make room, or name another file."
+        ) from error
 
 
 def read_prefix(path: Path, subject: Subject) -> tuple[Any, list[int]]:

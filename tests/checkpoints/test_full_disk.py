@@ -19,8 +19,8 @@ from ctxext.checkpoints.write import patch_checkpoint
 from ctxext.errors import CheckpointError
 from ctxext.training.checkpoints import saving
 from tests._checkpoints import contents
-from tests._models import logits, tiny, tokens
-from tests._tokenizer import make_tokenizer
+from tests._models import byte_model, logits, tiny, tokens
+from tests._tokenizer import BYTES, make_tokenizer
 
 
 @contextmanager
@@ -160,3 +160,13 @@ def test_a_run_says_where_it_can_go_on(tmp_path: Path) -> None:
             write(tmp_path / "merged")
     with pytest.raises(CheckpointError, match=r"^Nothing lies here\.$"), saving(tmp_path):
         raise CheckpointError("Nothing lies here.")
+
+
+@pytest.mark.slow
+def test_a_full_disk_leaves_no_half_of_a_text_that_was_read(tmp_path: Path) -> None:
+    model = ctxext.patch(byte_model(), "yarn", factor=2)
+    for size in (0, 4_000):
+        said = rf"could not be written to {tmp_path}/novel: .*too large.*\. Make room"
+        with room_for(size), pytest.raises(CheckpointError, match=said):
+            ctxext.read(model, BYTES, "The ship came in. " * 10, keep=tmp_path / "novel", max_new_tokens=4)
+        assert list(tmp_path.iterdir()) == []
