@@ -12,7 +12,7 @@ import transformers
 from packaging.version import Version
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from ctxext.checkpoints.load import LOCATION, load
+from ctxext.checkpoints.load import LOCATION, NO_FIELDS, load
 from ctxext.checkpoints.source import REMOTE_MODULE, read_any_config
 from ctxext.errors import IncompatibleError
 
@@ -43,9 +43,10 @@ class RemoteConfig(PreTrainedConfig):  # type: ignore[misc]
             )
         unused = arguments.pop("return_unused_kwargs", False)
         location = {name: arguments.pop(name) for name in LOCATION if name in arguments}
-        config = read_any_config(place, **location)
-        config.auto_map = PreTrainedConfig.get_config_dict(place, **location)[0]["auto_map"]
         rest = {name: value for name, value in arguments.items() if name not in OF_AUTO_CLASSES}
+        fields = {name: value for name, value in rest.items() if name not in NO_FIELDS}
+        config = read_any_config(place, fields=fields, **location)
+        config.auto_map = PreTrainedConfig.get_config_dict(place, **location)[0]["auto_map"]
         return (config, rest) if unused else config
 
 
@@ -56,6 +57,11 @@ class RemoteModel(PreTrainedModel):  # type: ignore[misc]
     def from_pretrained(cls, place: Any, *_: Any, config: Any = None, **arguments: Any) -> Any:
         """Load a checkpoint as ``ctxext.load`` does."""
         given = {name: value for name, value in arguments.items() if name not in OF_AUTO_CLASSES and value is not None}
+        if config is not None:  # the user may have changed it
+            where = {name: given[name] for name in LOCATION if name in given}
+            read = RemoteConfig.from_pretrained(place, **where).to_dict()
+            now = {name: value for name, value in config.to_dict().items() if not name.startswith("_")}
+            given = {name: value for name, value in now.items() if read.get(name) != value} | given
         asked = cls._auto_class  # transformers has just noted here which of its classes calls
         kinds = _built(asked, config) if asked and config is not None else ()
         if kinds and not {kind.__name__ for kind in kinds} & {*(config.architectures or ())}:

@@ -10,7 +10,14 @@ import torch
 import transformers
 from huggingface_hub import constants
 from peft import LoraConfig, get_peft_model
-from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoTokenizer, BertModel
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    BertModel,
+)
 
 import ctxext
 from ctxext.checkpoints.remote import RemoteConfig
@@ -134,3 +141,16 @@ def test_adapters_and_models_of_no_auto_class_are_refused(tmp_path: Path) -> Non
     with pytest.raises(IncompatibleError, match="no AutoModel of transformers loads a Own"):
         ctxext.save(model, tmp_path, remote_code=True)
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not RECENT, reason="older transformers are refused")
+def test_a_config_that_was_changed_is_the_model_s(tmp_path: Path) -> None:
+    ctxext.save(ctxext.patch(tiny(pad_token_id=0), "self_extend", factor=4), tmp_path / "there", remote_code=True)
+    place, trusted = tmp_path / "there", {"trust_remote_code": True}
+    config = AutoConfig.from_pretrained(place, num_labels=5, **trusted)
+    config.use_cache = False
+    for given in ({"config": config}, {"num_labels": 5, "use_cache": False}):
+        found = AutoModelForSequenceClassification.from_pretrained(place, **given, **trusted)
+        assert (found.score.out_features, found.config.num_labels, found.config.use_cache) == (5, 5, False)
+        assert ctxext.describe(found).target_length == 256
