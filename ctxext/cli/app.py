@@ -68,7 +68,8 @@ def main(version: Annotated[bool, Option("--version", help="Print the version an
     if version:
         typer.echo(__version__)
         raise typer.Exit()
-    for stream in (sys.stdout, sys.stderr):  # what a terminal's encoding lacks (×, ±, a name) becomes a question mark
+    # What an encoding lacks (×, ±, a name), or what is not in it, becomes a question mark.
+    for stream in (sys.stdin, sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")
     # DeepSpeed reports a missing GPU on standard output, whatever imports it.

@@ -84,8 +84,9 @@ def ask(
     [bold]Example[/]: ctxext ask demo -t src/ "Which function parses the command line?"
     """
     replace(extension, sliding_window=None).require_method()  # the method that is advised may need that choice
-    # A space at the end would be a token that no text has there.
-    questions = [one.rstrip() for one in (question, *(asked.more or ())) if one is not None]
+    # A space at the end would be a token that no text has there; of what is not UTF-8, no tokenizer takes halves.
+    said = [one for one in (question, *(asked.more or ())) if one is not None]
+    questions = [one.encode(errors="replace").decode().rstrip() for one in said]
     if "" in questions:
         raise InvalidParameterError("A question is empty. Leave it out.")
     if not questions and (as_json or "-" in asked.text):

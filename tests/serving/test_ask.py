@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -12,8 +13,10 @@ import peft
 import pytest
 import torch
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
+from typer.testing import CliRunner
 
 import ctxext
+from ctxext.cli.app import app
 from ctxext.errors import CheckpointError, IncompatibleError, InvalidParameterError
 from ctxext.serving.ask import UNSURE, ReadText, prompt_of
 from ctxext.serving.selected import LEFT_OUT, select
@@ -284,6 +287,17 @@ def test_a_sentence_alone_is_the_question(given: list[str], tmp_path: Path, monk
     told = command("ask", *checkpoint, *given, "-t", tmp_path / "a.txt", "--tokens", NEW, code=0)
     assert asked == [words.rstrip() for words in given if words != "-q"]
     assert told.stderr.count("(no answer)") == len(asked)
+
+
+def test_a_question_in_another_encoding_is_asked_with_marks_in_its_place(tmp_path: Path) -> None:
+    """Python keeps such bytes of a command line in a form that no tokenizer takes, and stops at them in typed lines."""
+    save_with_tokenizer(model(), tmp_path / "model", BYTES)
+    (tmp_path / "a.txt").write_text(TEXT[:50])
+    given = ["ask", tmp_path / "model", "-t", tmp_path / "a.txt", "--tokens", NEW]
+    told = command(*given, os.fsdecode(b"Qui est all\xe9?"), "--json", code=0)
+    assert json.loads(told.stdout)["question"] == "Qui est all??"
+    typed = CliRunner().invoke(app, [*map(str, given), "-m", "yarn", "-f", "8"], input=b"Qui est all\xe9?\n\n")
+    assert (typed.exit_code, typed.exception) == (0, None)
 
 
 @pytest.mark.parametrize("given", ["./my model", "a b.gguf", "smolm2", "/no such/place", "../no such"])
