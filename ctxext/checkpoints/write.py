@@ -76,6 +76,7 @@ from ctxext.spec import Description
 FICLONE = 0x40049409
 # Errors that mean that the files cannot share blocks, so that a plain copy follows; any other error is raised.
 CANNOT_CLONE = frozenset({errno.EXDEV, errno.EOPNOTSUPP, errno.ENOTTY, errno.ENOSYS, errno.EINVAL, errno.EPERM})
+UNWRITTEN = (OSError, SafetensorError)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -174,11 +175,8 @@ def patch_checkpoint(
             finally:
                 if partial.exists():
                     shutil.rmtree(partial)
-    except (OSError, SafetensorError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise CheckpointError(
-            f"Could not write {destination}: {reason}. Nothing was left behind; {source} is unchanged."
-        ) from error
+    except UNWRITTEN as error:
+        raise _unwritten(source, destination, error) from error
     return Written(
         directory=destination,
         description=description,
@@ -255,12 +253,21 @@ def _unpacked(
         model.config.ctxext = model.config.ctxext | {"chosen": chosen}
     tokenizer = read_tokenizer(source.parent, gguf_file=source.name)
     if method is None:
-        with whole_files(destination, last=["config.json"]) as partial:
-            model.save_pretrained(partial)
-            tokenizer.save_pretrained(partial)
+        try:
+            with whole_files(destination, last=["config.json"]) as partial:
+                model.save_pretrained(partial)
+                tokenizer.save_pretrained(partial)
+        except UNWRITTEN as error:
+            raise _unwritten(source, destination, error) from error
     else:
         save(model, destination, tokenizer=tokenizer, results=results)
     return Written(directory=destination, description=describe(model), linked=0, cloned=0, copied=0, unpacked=True)
+
+
+def _unwritten(source: Path, destination: Path, error: Exception) -> CheckpointError:
+    """Return the error of a copy that could not be written."""
+    reason = getattr(error, "strerror", None) or error
+    return CheckpointError(f"Could not write {destination}: {reason}. Nothing was left behind; {source} is unchanged.")
 
 
 def _refuse_part(source: Path, config: Any, model: PreTrainedModel) -> None:

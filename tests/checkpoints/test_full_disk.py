@@ -19,6 +19,7 @@ from ctxext.checkpoints.write import patch_checkpoint
 from ctxext.errors import CheckpointError
 from ctxext.training.checkpoints import saving
 from tests._checkpoints import contents
+from tests._gguf import write_gguf
 from tests._models import byte_model, logits, tiny, tokens
 from tests._tokenizer import BYTES, make_tokenizer
 
@@ -170,3 +171,11 @@ def test_a_full_disk_leaves_no_half_of_a_text_that_was_read(tmp_path: Path) -> N
         with room_for(size), pytest.raises(CheckpointError, match=said):
             ctxext.read(model, BYTES, "The ship came in. " * 10, keep=tmp_path / "novel", max_new_tokens=4)
         assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.slow
+def test_a_gguf_file_that_is_unpacked_as_it_is(tmp_path: Path) -> None:
+    file = write_gguf(tiny(), tmp_path / "tiny.gguf")
+    with room_for(100_000), pytest.raises(CheckpointError, match=r"Could not write .*too large.*Nothing was left"):
+        patch_checkpoint(file, tmp_path / "copy")
+    assert list(tmp_path.iterdir()) == [file]
