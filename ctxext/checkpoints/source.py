@@ -308,8 +308,9 @@ def fetched(source: Path) -> Path:
     refuse_missing(str(source))
     if source.exists():
         return source
+    unread = [*MISTRAL_FORMAT, *(f"*{suffix}" for suffix in OTHER_WEIGHTS)]  # and left out of a copy
     try:
-        return Path(snapshot_download(source.as_posix(), ignore_patterns=[f"*{suffix}" for suffix in OTHER_WEIGHTS]))
+        return Path(snapshot_download(source.as_posix(), ignore_patterns=unread))
     except (OSError, ValueError, HTTPError) as error:
         raise CheckpointError(_unreadable(source, error)) from error
 
