@@ -657,8 +657,8 @@ def _unreached(adapted: Any, directory: Path, name: str) -> str | None:
 def _add_adapter(model: Any, adapter: SavedAdapter, name: str, *, is_trainable: bool = False, **arguments: Any) -> None:
     """Give a PEFT model one more adapter, as PEFT's ``load_adapter`` does with an unmarked adapter."""
     adapter.config.inference_mode = not is_trainable
-    low_memory = {key: value for key, value in arguments.items() if key == "low_cpu_mem_usage"}
-    model.add_adapter(name, adapter.config, **low_memory)
+    of_layers = {key: arguments[key] for key in ("low_cpu_mem_usage", "autocast_adapter_dtype") if key in arguments}
+    model.add_adapter(name, adapter.config, **of_layers)
     try:
         model.load_adapter(adapter.directory, name, is_trainable=is_trainable, **arguments)
     except BaseException:

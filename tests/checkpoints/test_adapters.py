@@ -412,6 +412,18 @@ def test_a_second_adapter_to_be_trained(adapter: tuple[Path, Tensor]) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("cast", [True, False])
+def test_a_second_adapter_has_the_dtype_of_the_first(cast: bool, adapter: tuple[Path, Tensor]) -> None:
+    """PEFT's add_adapter and load_adapter both cast, the first by default."""
+    model = ctxext.load(adapter[0], dtype=torch.bfloat16, autocast_adapter_dtype=cast)
+    ctxext.load(adapter[0], base=model, adapter_name="second", autocast_adapter_dtype=cast)
+    weights = [(name, weight.dtype) for name, weight in model.named_parameters() if ".lora_" in name]
+    for adapted in (".default.", ".second."):
+        dtypes = {dtype for name, dtype in weights if adapted in name}
+        assert dtypes == {torch.float32 if cast else torch.bfloat16}, adapted
+
+
+@pytest.mark.slow
 def test_a_second_adapter_that_cannot_be_read_leaves_nothing(adapter: tuple[Path, Tensor], tmp_path: Path) -> None:
     model = ctxext.load(adapter[0])
     shutil.copytree(adapter[0], tmp_path / "torn")
