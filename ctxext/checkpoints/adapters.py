@@ -29,7 +29,7 @@ from ctxext.core.saved import checked_extension, differences
 from ctxext.core.scaling import published_json, published_text
 from ctxext.core.steps import Moment, Step, register
 from ctxext.core.subject import EXTENDED_IN_MEMORY, Subject, text_of, unwrapped
-from ctxext.errors import CheckpointError, IncompatibleError, InvalidParameterError, require_package
+from ctxext.errors import CheckpointError, CtxextError, IncompatibleError, InvalidParameterError, require_package
 from ctxext.files import JsonObject, StrPath, hidden_beside, read_json, write_whole
 from ctxext.methods.encoding import ENCODING
 from ctxext.rope_types import GUARD as CONFIG_GUARD
@@ -50,6 +50,8 @@ SENTENCE = (
 )
 GUARDED_FIELDS = ("peft_type", "init_lora_weights")
 HOOK = "ctxext_adapters"
+# Ending of LoRA's weights, the side that is the layer's, and names of that width: of linear layers, and of GPT-2's.
+WIDTHS = ((".lora_A.weight", 1, ("in_features", "nx")), (".lora_B.weight", 0, ("out_features", "nf")))
 CONVERSION = "supports_lora_conversion"  # what PEFT asks every layer of an adapter that it converts
 
 
@@ -535,7 +537,7 @@ def put_adapter(
     Raises:
         CheckpointError: if the model is extended otherwise than the one that the adapter was trained on; or if the
             encoding was not saved with the adapter, or differs from the encoding of the model's adapters.
-        IncompatibleError: if weights of the model are on a disk.
+        IncompatibleError: if weights of the model are on a disk, or PEFT refuses the adapter.
         InvalidParameterError: if the model has an adapter of this name.
     """
     from peft import PeftMixedModel, PeftModel
@@ -575,14 +577,22 @@ def put_adapter(
         )
     # PEFT changes the model before it reads the weights, so sizes are compared first.
     _require_sizes(base, adapter.directory)
-    if adapted is None:
-        outer = PeftModel.from_pretrained(
-            model, adapter.directory, adapter_name=name, config=adapter.config, **arguments
-        )
-        subject = replace(subject, wrappers=(outer, *subject.wrappers))
-    else:
-        outer = model
-        _add_adapter(adapted, adapter, name, **arguments)
+    try:
+        if adapted is None:
+            outer = PeftModel.from_pretrained(
+                model, adapter.directory, adapter_name=name, config=adapter.config, **arguments
+            )
+            subject = replace(subject, wrappers=(outer, *subject.wrappers))
+        else:
+            outer = model
+            _add_adapter(adapted, adapter, name, **arguments)
+    except (CtxextError, torch.OutOfMemoryError):
+        raise
+    except (RuntimeError, ValueError) as error:  # of sizes, of names of modules, of two kinds of adapters
+        why = " ".join(str(error).split())[:300]
+        raise IncompatibleError(
+            f"PEFT does not put the adapter in {adapter.directory} on this {type(base).__name__}: {why}"
+        ) from error
     reader = outer if adapted is None else adapted
     keep_biases(reader)
     # Only now do the names of PEFT's layers exist to compare with the file's; a bad adapter is taken out again.
@@ -621,7 +631,8 @@ def keep_biases(adapted: nn.Module) -> None:
 
 
 def _require_sizes(base: nn.Module, directory: Path) -> None:
-    """Refuse an adapter that holds whole weights of other sizes than a model's, before PEFT changes the model."""
+    """Refuse an adapter whose weights are of other sizes than a model's, before PEFT changes the model."""
+    modules = dict(base.named_modules())
     # ZeRO-3 leaves no numbers in a weight, and keeps its size in ``ds_shape``.
     sizes = {name: list(getattr(weight, "ds_shape", weight.shape)) for name, weight in base.named_parameters()}
     with safe_open(directory / ADAPTER_WEIGHTS, "pt") as file:
@@ -633,6 +644,14 @@ def _require_sizes(base: nn.Module, directory: Path) -> None:
                     f"{sizes[name]}. Give the base that it was trained on; one with other tokens takes "
                     f"model.resize_token_embeddings({found[0]}) first."
                 )
+            for ending, side, widths in (each for each in WIDTHS if name.endswith(each[0])):
+                layer = modules.get(name.removesuffix(ending))
+                width = next((known for known in (getattr(layer, each, None) for each in widths) if known), None)
+                if isinstance(width, int) and width != found[side]:
+                    raise CheckpointError(
+                        f"The adapter in {directory} holds {name} of size {found}, and this {type(base).__name__} has "
+                        f"{widths[0]}={width} there. Give the base that it was trained on."
+                    )
 
 
 def _unreached(adapted: Any, directory: Path, name: str) -> str | None:

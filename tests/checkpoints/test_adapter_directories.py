@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from peft import LoraConfig, PeftModel, PromptTuningConfig, get_peft_model
+from peft import IA3Config, LoraConfig, PeftModel, PromptTuningConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 
 import ctxext
@@ -18,7 +18,7 @@ from ctxext.checkpoints.export import export
 from ctxext.checkpoints.inspect import inspect_adapter, inspect_checkpoint
 from ctxext.checkpoints.load import load_saved
 from ctxext.checkpoints.write import patch_checkpoint
-from ctxext.errors import CheckpointError, InvalidParameterError
+from ctxext.errors import CheckpointError, CtxextError, IncompatibleError, InvalidParameterError
 from ctxext.measuring.checkpoint import load_checkpoint
 from tests._checkpoints import rewrite
 from tests._models import logits, tiny, tokens
@@ -202,3 +202,49 @@ def test_an_adapter_that_reaches_all_is_loaded(fields: dict[str, Any], tmp_path:
     place = lora_on(tmp_path / "adapter", tiny(num_hidden_layers=2), **fields)
     model = ctxext.patch(tiny(num_hidden_layers=2), "yarn", factor=2)
     assert isinstance(load_saved(place, plain_class=True, base=model), PeftModel)
+
+
+def on(model: Any, is_adapted: bool) -> Any:
+    """A model, or the same in PEFT's with an adapter of its own."""
+    return get_peft_model(model, LoraConfig(target_modules=["o_proj", "c_proj"])) if is_adapted else model
+
+
+# The model that an adapter is of, the model that it is loaded onto, and what is said.
+OF_OTHERS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
+    "wider": ({"hidden_size": 256}, {}, r"lora_A.weight of size \[2, 256\], and this .* has in_features=128 there"),
+    "more heads": ({"num_attention_heads": 8}, {}, r"lora_B.weight of size \[256, 2\], .* has out_features=128 there"),
+    "a wider GPT-2": (
+        {"model_type": "gpt2", "n_embd": 256},
+        {"model_type": "gpt2"},
+        r"lora_A.weight of size \[2, 256\], and this GPT2LMHeadModel has in_features=128 there",
+    ),
+    "a GPT-2": ({"model_type": "gpt2"}, {}, r"^PEFT does not put the adapter in .* on this LlamaForCausalLM: .*c_attn"),
+}
+
+
+@pytest.mark.parametrize("is_adapted", [False, True])
+@pytest.mark.parametrize("name", OF_OTHERS)
+def test_an_adapter_of_another_model_leaves_the_base_as_it_was(name: str, is_adapted: bool, tmp_path: Path) -> None:
+    of, given, says = OF_OTHERS[name]
+    targets = ["c_attn" if of.get("model_type") == "gpt2" else "q_proj"]
+    place = lora_on(tmp_path / "adapter", tiny(**of), target_modules=targets)
+    model = on(tiny(**given), is_adapted)
+    names = [key for key, _ in model.named_modules()]
+    for _ in range(2):
+        with pytest.raises(CtxextError, match=says):
+            load_saved(place, plain_class=True, base=model, adapter_name="second")
+        assert [key for key, _ in model.named_modules()] == names
+
+
+def test_what_peft_refuses_of_an_adapter_is_a_sentence(tmp_path: Path) -> None:
+    other = IA3Config(target_modules=["q_proj"], feedforward_modules=[])
+    get_peft_model(tiny(), other).save_pretrained(tmp_path / "ia3")
+    prompt = PromptTuningConfig(num_virtual_tokens=4, task_type="CAUSAL_LM")
+    get_peft_model(tiny(), prompt).save_pretrained(tmp_path / "prompt")
+    model = on(tiny(), True)
+    refused = pytest.raises(IncompatibleError, match=r"PEFT does not put the adapter in .*: Cannot combine adapters")
+    with refused:
+        load_saved(tmp_path / "ia3", plain_class=True, base=model, adapter_name="second")
+    assert list(model.peft_config) == ["default"]
+    with pytest.raises(IncompatibleError, match=r"PEFT does not put the adapter in .*: Cannot set a prompt learning"):
+        load_saved(tmp_path / "prompt", plain_class=True, base=tiny(), is_trainable=True)
