@@ -427,7 +427,7 @@ def _read_model(
         names = {field.name for method in known_methods().values() for field in fields(method)}
         names |= {"num_labels", *config.to_dict()}
         raise UnknownNameError.of("argument of ctxext.load", unknown[0], names) from error
-    except ValueError as error:  # transformers names the argument and its values
+    except (ValueError, AssertionError) as error:  # they name the argument and its values, or the missing device
         raise InvalidParameterError(f"transformers does not load {place} as it was asked to: {error}") from error
     if built is not chosen:
         model.__class__ = built.__base__

@@ -28,6 +28,8 @@ from tests._models import logits, tiny, tokens
 from tests._tokenizer import make_tokenizer
 from tests.walk.tiny import tiny_config
 
+WITHOUT_CUDA = pytest.mark.skipif(torch.version.cuda is not None, reason="this torch was compiled with CUDA")
+
 
 @pytest.fixture
 def edited(plain: Path, tmp_path: Path) -> Callable[[Callable[[dict[str, Any]], object]], Path]:
@@ -131,6 +133,7 @@ def test_a_method_that_is_to_change_weights_is_built_before_they_are_read(method
         ({"dtype": "float13"}, "a string representation of a valid `torch.dtype`"),
         ({"attn_implementation": "sdpaa"}, "sdpaa"),
         ({"device_map": "cpux"}, "needs to be a device name"),
+        pytest.param({"device_map": "cuda"}, "not compiled with CUDA", marks=WITHOUT_CUDA),
         ({"state_dict": {}}, "`state_dict` cannot be passed together with a model name"),
     ],
 )
