@@ -18,6 +18,7 @@ from huggingface_hub.errors import (  # type: ignore[attr-defined]
 )
 from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
 from safetensors import SafetensorError
+from torch import nn
 from transformers import PreTrainedModel
 
 from ctxext.checkpoints.adapters import (
@@ -97,16 +98,21 @@ def save(
             it, or cannot be written, or its model card cannot be read; existing files are then unchanged. Or if the
             upload fails.
         IncompatibleError: with ``remote_code``, a model that no ``AutoModel`` of transformers loads.
-        InvalidParameterError: for a tokenizer that pads with another token than the one that positions leave out, for a
-            name that the hub does not take, for an adapter in another form than safetensors, or
-            for ``remote_code`` with an adapter.
+        InvalidParameterError: for a SentenceTransformer, which saves itself, for a tokenizer that pads with another
+            token than the one that positions leave out, for a name that the hub does not take, for an adapter in
+            another form than ``load`` reads, or for ``remote_code`` with an adapter.
     """
     subject = Subject.of(model)
     inner, extension = subject.model, subject.saved
     require_own_config(inner)
     if extension is None:
         raise PatchStateError(f"This {type(inner).__name__} is not extended; save it with save_pretrained.")
-    place = Path(directory)
+    place, holder = Path(directory), subject.chain[0]
+    if isinstance(holder, nn.Sequential) and not (place / "modules.json").is_file():  # of sentence-transformers
+        raise InvalidParameterError(
+            f"ctxext.save writes the {type(inner).__name__} of this {type(holder).__name__} alone, without its other "
+            f"modules. Call save_pretrained of the {type(holder).__name__}, which keeps the extension."
+        )
     adapted = next((wrapper for wrapper in subject.chain if hasattr(wrapper, "peft_config")), None)
     _refuse_place(place, adapted, saving.get("variant"))
     if tokenizer is not None:

@@ -9,13 +9,13 @@ import pytest
 import torch
 from huggingface_hub import constants
 from peft import LoraConfig, get_peft_model
-from transformers import LlamaForCausalLM
+from transformers import BertModel, LlamaForCausalLM
 
 import ctxext
 from ctxext.errors import CheckpointError, InvalidParameterError
 from ctxext.files import read_json
 from tests._checkpoints import contents
-from tests._models import logits, tiny, tokens
+from tests._models import bert, logits, tiny, tokens
 from tests._tokenizer import make_tokenizer
 from tests.walk.tiny import TRAINED_LENGTH
 
@@ -150,3 +150,24 @@ def test_what_transformers_and_peft_do_not_take_is_a_sentence(model: Any, how: d
     with pytest.raises(InvalidParameterError, match=r"is not saved as it was asked to be: .* is as it was\."):
         ctxext.save(model(), tmp_path / "new", **how)
     assert not (tmp_path / "new").exists()
+
+
+@pytest.mark.slow
+def test_a_sentence_transformer_saves_itself(tmp_path: Path) -> None:
+    """Without its modules.json, a mean would be taken for whatever pooling it had."""
+    sentence_transformers = pytest.importorskip("sentence_transformers", reason="needs ctxext[embed]")
+    tokenizer = make_tokenizer(bos=True)
+    tokenizer.pad_token = tokenizer.convert_ids_to_tokens(1)
+    bert(BertModel, pad_token_id=1).save_pretrained(tmp_path / "bert")
+    tokenizer.save_pretrained(tmp_path / "bert")
+    model = sentence_transformers.SentenceTransformer(str(tmp_path / "bert"), device="cpu")
+    model[1].pooling_mode = "cls"
+    ctxext.patch(model, "tile", factor=2)
+    expected = model.encode(["a" * 100])
+    with pytest.raises(InvalidParameterError, match="the BertModel of this SentenceTransformer alone"):
+        ctxext.save(model, tmp_path / "saved", tokenizer=tokenizer)
+    assert not (tmp_path / "saved").exists()
+    model.save_pretrained(str(tmp_path / "saved"))
+    ctxext.save(model, tmp_path / "saved")  # beside its modules, its model alone
+    loaded = sentence_transformers.SentenceTransformer(str(tmp_path / "saved"), device="cpu")
+    assert (loaded.encode(["a" * 100]) == expected).all()
