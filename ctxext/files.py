@@ -14,7 +14,7 @@ import shutil
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import Any, BinaryIO, TypeGuard
@@ -290,17 +290,17 @@ def _put_in_place(half: Path, directory: Path, last: Sequence[str]) -> None:
         for name in reversed(last):
             if not written.isdisjoint(last):  # of several processes all but one may write a tokenizer only
                 (place / name).unlink(missing_ok=True)
-        for name in _replaced_weights(place, written):
+        old = [path.name for path in place.iterdir() if path.is_file()]
+        for name in replaced_weights(old, written):
             (place / name).unlink()
     for path in sorted(files, key=lambda path: last.index(path.name) if path.name in last else -1):
         path.replace(directory / path.relative_to(half))
 
 
-def _replaced_weights(place: Path, written: set[str]) -> list[str]:
-    """Return old weight files, whole or in shards, that new files under other names replace."""
+def replaced_weights(old: Iterable[str], written: set[str]) -> list[str]:
+    """Return the names of old weight files, whole or in shards, that new files under other names replace."""
     stems = {SHARD.sub(r"\1\2", name) for name in written if name.endswith(".safetensors")}
-    old = [path.name for path in place.iterdir() if path.is_file() and path.name not in written]
-    return [name for name in old if SHARD.sub(r"\1\2", weights_of(name)) in stems]
+    return [name for name in old if name not in written and SHARD.sub(r"\1\2", weights_of(name)) in stems]
 
 
 def write_whole(path: Path, content: str | bytes) -> None:

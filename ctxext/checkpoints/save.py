@@ -40,7 +40,7 @@ from ctxext.core.rotary import find_places, require_as_configured
 from ctxext.core.saved import extended_texts, extensions_in
 from ctxext.core.subject import Subject
 from ctxext.errors import CheckpointError, CtxextError, InvalidParameterError, PatchStateError
-from ctxext.files import StrPath, whole_files
+from ctxext.files import StrPath, replaced_weights, whole_files
 from ctxext.methods import RopeMethod, saved_class
 from ctxext.models import find_architecture
 from ctxext.models.sinusoid import Sinusoids
@@ -138,7 +138,7 @@ def save(
         with whole_files(place, last=("config.json",) if adapted is None else ADAPTER_FILES) as half:
             if has_card := (place / MODEL_CARD).is_file():  # PEFT adds to it, too
                 shutil.copyfile(place / MODEL_CARD, half / MODEL_CARD)
-            unreached = _ask_hub(hub, None if has_card else half / MODEL_CARD) if is_published else None
+            hub |= {"unreached": _ask_hub(hub, None if has_card else half / MODEL_CARD)} if is_published else {}
             tags = tags_of(read_card(half / MODEL_CARD))
             if adapted is None:
                 _save_whole(inner, half, module, saving)
@@ -177,7 +177,7 @@ def save(
             f"place."
         ) from error
     if is_published:
-        _publish(place, written, hub, unreached)
+        _publish(place, written, hub, adapted, saving.get("variant"))
 
 
 def _text_tokenizer(given: Any) -> Any:
@@ -198,18 +198,23 @@ def _refuse_place(place: Path, adapted: Any, variant: str | None) -> None:
         raise CheckpointError(f"{place} is a symbolic link to {place.readlink()}, where nothing is. Remove it first.")
     if place.exists() and not place.is_dir():
         raise CheckpointError(f"{place} is a file; give a directory to save into, or a new name for one.")
-    names = {path.name for path in place.glob("*")}  # an unreadable folder gives none; writing fails below
+    # An unreadable folder has none; writing fails below.
+    if other := _in_the_way({path.name for path in place.glob("*")}, adapted, variant):
+        raise CheckpointError(
+            f"{place} holds {other}, which programs would read instead of the saved model, or together with it. "
+            f"Give another directory, or remove that file."
+        )
+
+
+def _in_the_way(names: set[str], adapted: Any, variant: str | None) -> str | None:
+    """Return the name of a file that programs would read instead of the saved model or with it; None for none."""
     patterns = [ADAPTER_FILE, *MISTRAL_FORMAT] if adapted is None else []
     if adapted is not None and "config.json" in names and "default" in adapted.peft_config:  # others have own folders
         patterns += WHOLE_WEIGHTS
     others = [name for pattern in patterns for name in sorted(names) if fnmatch(name, pattern)]
     if variant is not None:
         others += [name for name in sorted(names) if fnmatch(name, WHOLE_WEIGHTS[0]) and f".{variant}" not in name]
-    if others:
-        raise CheckpointError(
-            f"{place} holds {others[0]}, which programs would read instead of the saved model, or together with it. "
-            f"Give another directory, or remove that file."
-        )
+    return next(iter(others), None)
 
 
 def _ask_hub(hub: dict[str, Any], card: Path | None) -> Exception | None:
@@ -228,21 +233,28 @@ def _ask_hub(hub: dict[str, Any], card: Path | None) -> Exception | None:
     return None
 
 
-def _publish(place: Path, files: list[str], hub: dict[str, Any], unreached: Exception | None) -> None:
-    """Upload these files of a directory, and nothing else that lies there, unless the hub could not be asked before.
+def _publish(place: Path, files: list[str], hub: dict[str, Any], adapted: Any, variant: str | None) -> None:
+    """Upload these files of a directory, and nothing else that lies there; weights that they replace go.
 
     Raises:
-        CheckpointError: if the hub fails, or failed before.
+        CheckpointError: if the hub fails, or failed before, or holds files that would be read too.
     """
     try:
-        if unreached is not None:
+        if (unreached := hub.get("unreached")) is not None:
             raise unreached
         api = HfApi(token=hub["token"])
         repository = api.create_repo(hub["repo_id"], private=hub.get("private"), exist_ok=True).repo_id
+        there = {name for name in api.list_repo_files(repository) if "/" not in name}
+        if other := _in_the_way(there, adapted, variant):
+            raise CheckpointError(
+                f"{place} is saved, but was not uploaded: {repository} holds {other}, which programs would read "
+                f"instead of the saved model, or together with it. Remove it there, or give another repo_id."
+            )
         api.upload_folder(
             repo_id=repository,
             folder_path=place,
             allow_patterns=files,
+            delete_patterns=replaced_weights(there, {*files}) or None,
             commit_message=hub.get("commit_message", "Upload model"),
             create_pr=hub.get("create_pr", False),
         )

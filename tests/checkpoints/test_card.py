@@ -154,6 +154,7 @@ class Hub:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, readme: Path | None = None) -> None:
         self.files: set[str] = set()
+        self.there: list[str] = [".gitattributes"]
         self.asked: dict[str, Any] = {}
 
         def create(api: HfApi, repo_id: str, **options: Any) -> Any:
@@ -171,6 +172,7 @@ class Hub:
 
         monkeypatch.setattr(HfApi, "whoami", lambda _: {"name": "me"})
         monkeypatch.setattr(HfApi, "create_repo", create)
+        monkeypatch.setattr(HfApi, "list_repo_files", lambda *_: self.there)
         monkeypatch.setattr(HfApi, "upload_folder", upload)
         monkeypatch.setattr(saving, "hf_hub_download", download)
 
@@ -197,7 +199,7 @@ def test_what_was_written_is_uploaded_and_nothing_else(
     assert '"me/llama-128k"' in card(place).text
 
 
-@pytest.mark.parametrize("step", ["whoami", "hf_hub_download", "create_repo", "upload_folder"])
+@pytest.mark.parametrize("step", ["whoami", "hf_hub_download", "create_repo", "list_repo_files", "upload_folder"])
 @pytest.mark.parametrize("kind", [OSError, HTTPError, LocalEntryNotFoundError])
 def test_an_upload_that_fails_leaves_what_was_saved_and_replaces_no_card(
     step: str, kind: type[Exception], plain: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -208,6 +210,46 @@ def test_an_upload_that_fails_leaves_what_was_saved_and_replaces_no_card(
     monkeypatch.setattr(place, step, lambda *_, **__: (_ for _ in ()).throw(kind("no network")))
     with pytest.raises(CheckpointError, match=r"is saved, but was not uploaded to (me/)?long: no network"):
         ctxext.save(ctxext.load(plain, "yarn", factor=4), tmp_path / "long", push_to_hub=True)
+    assert not hub.files
+    assert ctxext.describe(ctxext.load(tmp_path / "long")).target_length == 256
+
+
+ONE, SHARDS = ["model.safetensors"], [f"model-0000{number}-of-00002.safetensors" for number in (1, 2)]
+INDEX = "model.safetensors.index.json"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("there", "size", "deleted"),
+    [
+        (ONE, "100KB", ONE),
+        ([*SHARDS, INDEX, "model.fp16.safetensors"], "1GB", [*SHARDS, INDEX]),
+        (["pytorch_model.bin", "tokenizer.json", "0_part/model.safetensors"], "100KB", None),
+        (ONE, "1GB", None),
+    ],
+)
+def test_weights_on_the_hub_that_would_be_read_instead_go(
+    there: list[str], size: str, deleted: list[str] | None, plain: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in a folder: transformers reads one file of weights before those that an index names."""
+    hub = Hub(monkeypatch)
+    hub.there = there
+    ctxext.save(ctxext.load(plain, "yarn", factor=4), tmp_path / "long", push_to_hub=True, max_shard_size=size)
+    found = hub.asked["delete_patterns"]
+    assert (found and sorted(found)) == (deleted and sorted(deleted))
+    assert (len([name for name in hub.files if name.startswith("model-")]) > 1) == (size == "100KB")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("other", ["adapter_config.json", "params.json", "model.safetensors"])
+def test_what_programs_would_read_on_the_hub_instead_is_refused(
+    other: str, plain: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hub, model = Hub(monkeypatch), ctxext.load(plain, "yarn", factor=4)
+    hub.there = [other, "config.json"]
+    saved = get_peft_model(model, LoraConfig(target_modules=["q_proj"])) if other == "model.safetensors" else model
+    with pytest.raises(CheckpointError, match=rf"long is saved, but was not uploaded: me/long holds {other}, which"):
+        ctxext.save(saved, tmp_path / "long", push_to_hub=True)
     assert not hub.files
     assert ctxext.describe(ctxext.load(tmp_path / "long")).target_length == 256
 
