@@ -29,8 +29,11 @@ from ctxext.checkpoints.adapters import (
 from ctxext.checkpoints.classes import config_of, meta_model, model_class
 from ctxext.checkpoints.encodings import encoding_weights
 from ctxext.checkpoints.source import (
+    OF_DOWNLOAD,
+    OF_REPOSITORY,
     LoadingOptions,
     NamedTensors,
+    adapter_on_hub,
     checked_contents,
     checked_path,
     gguf_inside,
@@ -82,7 +85,7 @@ if TYPE_CHECKING:
 
 ModelT = TypeVar("ModelT", bound=PreTrainedModel)
 # Arguments of from_pretrained that say where a checkpoint lies, not how its weights are loaded.
-LOCATION = ("revision", "subfolder", "cache_dir", "token", "local_files_only", "force_download", "gguf_file")
+LOCATION = (*OF_REPOSITORY, *OF_DOWNLOAD, "gguf_file")
 # Arguments of from_pretrained that are not fields, though configs have some of them.
 NO_FIELDS = (
     *("dtype", "torch_dtype", "attn_implementation", "experts_implementation", "quantization_config"),
@@ -203,7 +206,7 @@ def load(
         refuse_without_method(vars(arguments) | of_method, "load restores what was saved")
         return load_saved(path, base=base, attention=attention, auto_class=auto_class, **loading)
     arguments = with_choice(arguments)
-    where, loading = gguf_inside(path, loading)
+    where, loading = gguf_inside(*adapter_on_hub(path, loading))
     place = checked_path(where, loading)
     if is_adapter(place):
         if read_extension(Path(place), plain=True, base=base).extension:
@@ -269,7 +272,7 @@ def load_saved(
     Raises:
         CheckpointError: as ``load``, whose other errors are raised too.
     """
-    where, loading = gguf_inside(path, loading)
+    where, loading = gguf_inside(*adapter_on_hub(path, loading))
     place = checked_path(where, loading)
     if is_adapter(place):
         return _load_adapter(Path(place), base, attention, loading, auto_class, plain_class)

@@ -20,7 +20,7 @@ from safetensors import SafetensorError, safe_open
 from transformers import CONFIG_MAPPING, AutoConfig, AutoTokenizer, PreTrainedConfig
 from transformers.utils import cached_file
 
-from ctxext.checkpoints.adapters import is_adapter
+from ctxext.checkpoints.adapters import ADAPTER_FILE, is_adapter
 from ctxext.checkpoints.gguf_file import GGUFFile
 from ctxext.checkpoints.gguf_positions import read_positions
 from ctxext.core.old_form import OLD_GUARD
@@ -56,6 +56,10 @@ MISTRAL_FORMAT = ("params.json", "consolidated*.safetensors", "consolidated*.ind
 WHOLE = "model.safetensors"  # which transformers prefers to an index
 # Name that save_pretrained gives to one file of several. A variant (model.fp16-...) has an index of another name.
 SHARD = re.compile(r"model-\d+-of-(\d+)\.safetensors")
+
+# Arguments of from_pretrained that say which files of a repository, and how they are downloaded.
+OF_REPOSITORY = ("revision", "subfolder")
+OF_DOWNLOAD = ("cache_dir", "token", "local_files_only", "force_download")
 
 # Module in a checkpoint through which programs that take a path load it: see ``remote.py``.
 REMOTE_MODULE = "ctxext_remote"
@@ -313,6 +317,34 @@ def fetched(source: Path) -> Path:
         return Path(snapshot_download(source.as_posix(), ignore_patterns=unread))
     except (OSError, ValueError, HTTPError) as error:
         raise CheckpointError(_unreadable(source, error)) from error
+
+
+def adapter_on_hub(path: StrPath, loading: LoadingOptions) -> tuple[StrPath, LoadingOptions]:
+    """Download an adapter that only the hub has, and return its folder, with the arguments that say nothing of it.
+
+    Any other path stays as it is, and so do the arguments of ``from_pretrained``.
+
+    Raises:
+        CheckpointError: the adapter cannot be downloaded.
+    """
+    name = os.fspath(path)
+    refuse_missing(name)
+    if os.path.exists(name) or loading.get("gguf_file"):
+        return path, loading
+    where = {key: loading[key] for key in (*OF_REPOSITORY, *OF_DOWNLOAD) if loading.get(key) is not None}
+    quiet = {f"_raise_exceptions_for_{what}": False for what in ("missing_entries", "connection_errors", "gated_repo")}
+    try:
+        if cached_file(name, "config.json", **where, **quiet) or not cached_file(name, ADAPTER_FILE, **where, **quiet):
+            return path, loading
+    except (OSError, HTTPError):  # who reads the config next says why there is nothing
+        return path, loading
+    inside = where.pop("subfolder", "")
+    wanted = [f"{inside}/{files}".removeprefix("/") for files in ("adapter_*", "ctxext_*", "tokenizer*", "*.jinja")]
+    try:
+        folder = snapshot_download(name, allow_patterns=wanted, **where)
+    except (OSError, ValueError, HTTPError) as error:
+        raise CheckpointError(_unreadable(path, error)) from error
+    return Path(folder, inside), {key: value for key, value in loading.items() if key not in OF_REPOSITORY}
 
 
 def refuse_source(source: Path) -> None:

@@ -112,11 +112,11 @@ def inspect(
     with status(terminal(stderr=True), f"Trying methods on {Path(checkpoint).name} ..."):  # torch alone takes seconds
         from ctxext.checkpoints.adapters import is_adapter
         from ctxext.checkpoints.inspect import inspect_adapter, inspect_checkpoint
-        from ctxext.checkpoints.source import gguf_inside, read_tokenizer
+        from ctxext.checkpoints.source import adapter_on_hub, gguf_inside, read_tokenizer
         from ctxext.cli.show import repeats_in, show_inspection, show_repeats
         from ctxext.texts.repeats import likeness_of
 
-        place = Path(checkpoint)
+        place = Path(adapter_on_hub(checkpoint, {})[0])
         if is_adapter(place):
             if text or trained_length:
                 flags = "--text or --trained-length"

@@ -25,7 +25,7 @@ from ctxext.checkpoints.adapters import base_of, is_adapter
 from ctxext.checkpoints.bundled import default_checkpoint
 from ctxext.checkpoints.classes import meta_model, require_class, require_language_model
 from ctxext.checkpoints.load import attached, load_saved
-from ctxext.checkpoints.source import checked_path, gguf_inside, read_any_config, read_tokenizer
+from ctxext.checkpoints.source import adapter_on_hub, checked_path, gguf_inside, read_any_config, read_tokenizer
 from ctxext.core.saved import saved_extension
 from ctxext.core.subject import Subject
 from ctxext.errors import (
@@ -212,6 +212,7 @@ def _load(
     weights: bool,
 ) -> Checkpoint:
     """Load a model in a dtype that is safe for the stored weights, and its tokenizer unless one is given."""
+    named, source = source, os.fspath(adapter_on_hub(source, {})[0])
     adapted = is_adapter(source)
     if adapted and masked:
         raise CheckpointError(f"{source} is an adapter; merge it into its masked language model, and give that.")
@@ -251,7 +252,7 @@ def _load(
             where, file = source, {}
         tokenizer = functools.partial(_read_tokenizer, source, masked, where, config=config, **file, **trust)
         tokenizer = tokenizer() if weights else tokenizer  # out of a GGUF file it takes seconds
-    name = Path(source).name if Path(source).exists() else source
+    name = Path(named).name if Path(named).exists() else named
     name = name.split(".")[0] if name.endswith(".gguf") else name
     stored = None if config is None or config.dtype is None else str(config.dtype).removeprefix("torch.")
     return Checkpoint(name, model.eval(), tokenizer, f"{chosen} ({why})", stored=stored)

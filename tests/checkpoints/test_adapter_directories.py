@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from huggingface_hub import constants
 from peft import IA3Config, LoraConfig, PeftModel, PromptTuningConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 
@@ -23,6 +24,7 @@ from ctxext.measuring.checkpoint import load_checkpoint
 from tests._checkpoints import rewrite
 from tests._models import logits, tiny, tokens
 from tests._peft import lora
+from tests._tokenizer import make_tokenizer
 
 
 def adapted(plain: Path, method: str | None) -> Any:
@@ -248,3 +250,30 @@ def test_what_peft_refuses_of_an_adapter_is_a_sentence(tmp_path: Path) -> None:
     assert list(model.peft_config) == ["default"]
     with pytest.raises(IncompatibleError, match=r"PEFT does not put the adapter in .*: Cannot set a prompt learning"):
         load_saved(tmp_path / "prompt", plain_class=True, base=tiny(), is_trainable=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("inside", ["", "second"])
+def test_an_adapter_on_the_hub(inside: str, plain: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its model card says to load it so. One in a subfolder has a name."""
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    repository = tmp_path / "models--me--lora"
+    (repository / "refs").mkdir(parents=True)
+    (repository / "refs" / "main").write_text("abc")
+    model = get_peft_model(
+        ctxext.load(plain, "yarn", factor=4), lora(init_lora_weights=False), inside or "default"
+    ).eval()
+    ctxext.save(model, repository / "snapshots" / "abc", tokenizer=make_tokenizer(bos=True))
+    where = {"local_files_only": True} | ({"subfolder": inside} if inside else {})
+    loaded = ctxext.load("me/lora", **where)
+    assert isinstance(loaded, PeftModel)
+    assert torch.equal(logits(loaded, tokens()), logits(model, tokens()))
+    with pytest.raises(CheckpointError, match="carries its own extension"):
+        ctxext.load("me/lora", "pi", factor=2, **where)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    if not inside:
+        measured = load_checkpoint("me/lora", device="cpu", dtype="fp32")
+        assert (measured.name, ctxext.describe(measured.model).target_length) == ("me/lora", 256)
+    for name in ("me/other", "me/lora"):
+        with pytest.raises(CheckpointError, match=f"There is no directory {name}. The hub did not give it either"):
+            ctxext.load(name, revision="of nobody", local_files_only=True)
