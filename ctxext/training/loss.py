@@ -13,6 +13,7 @@ work to the one backward pass they know.
 from __future__ import annotations
 
 import inspect
+import itertools
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,7 +30,7 @@ from transformers.loss.loss_utils import ForCausalLMLoss
 from ctxext.caches.digest import is_fsdp
 from ctxext.core.edits import Edits
 from ctxext.core.override import ForwardOverride
-from ctxext.core.subject import Subject
+from ctxext.core.subject import Subject, text_of
 from ctxext.errors import IncompatibleError, InvalidParameterError, PatchStateError
 from ctxext.measuring.head import box_inputs_of_head, require_head, require_pieces, shell_of
 from ctxext.training.parallel import is_sharded
@@ -151,11 +152,17 @@ class ChunkedForward(ForwardOverride):
         loss = total / (count.to(total.device) if isinstance(count, Tensor) else count)
         aux = getattr(layers.output, "aux_loss", None)
         if aux is not None:  # mixtures of experts balance their load; their classes add it to the loss they compute
-            loss = loss + self.module.router_aux_loss_coef * aux.to(loss.device)
+            loss = loss + _balance(self.module) * aux.to(loss.device)
         kept = {key: value for key, value in layers.output.items() if key != "logits"}
         output = type(layers.output)(**kept, loss=loss)
         plain = as_dict is False or not getattr(self.module.config, "return_dict", True)
         return output.to_tuple() if plain else output
+
+
+def _balance(causal: Any) -> float:
+    """Return the weight of the loss that balances experts, by the name and the place where the class reads it."""
+    places = itertools.product((causal, text_of(causal.config)), ("router_aux_loss_coef", "aux_loss_coef"))
+    return float(next(getattr(place, name) for place, name in places if hasattr(place, name)))
 
 
 class Pieces:

@@ -62,6 +62,8 @@ def agree(model: Any, chunk: int = 14, tolerance: float = 2e-6, **inputs: Any) -
         lambda: tiny("gemma2", final_logit_softcapping=5.0),  # a soft cap after the head
         lambda: tiny("cohere", logit_scale=0.3),  # a scale after it
         lambda: tiny("mixtral", output_router_logits=True, router_aux_loss_coef=0.5),  # a second loss
+        lambda: tiny("jetmoe", output_router_logits=True, aux_loss_coef=0.5),  # whose weight has another name
+        lambda: tiny("qwen3_vl_moe", output_router_logits=True, router_aux_loss_coef=0.5),  # or another place
         lambda: tiny("bloom"),
         lambda: tiny("falcon", alibi=False),
     ],
