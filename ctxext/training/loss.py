@@ -36,6 +36,8 @@ from ctxext.measuring.head import box_inputs_of_head, require_head, require_piec
 from ctxext.training.parallel import is_sharded
 from ctxext.training.sequences import IGNORED
 
+Z_LOSS = "z_loss_coefficient"  # by which Bamba adds the square of the logits' log-sum-exp to its loss
+
 
 def chunk_loss(model: nn.Module, *, chunk: int = 1024) -> ChunkedLoss:
     """Make a model compute its loss in chunks from now on, in any Trainer or in your own loop.
@@ -66,10 +68,10 @@ def chunk_loss(model: nn.Module, *, chunk: int = 1024) -> ChunkedLoss:
     causal = Subject.of(model).model
     require_head(causal)
     called = inspect.unwrap(type(causal).forward).__code__.co_names
-    if "loss_function" not in called or causal.loss_function is not ForCausalLMLoss:
+    if "loss_function" not in called or causal.loss_function is not ForCausalLMLoss or getattr(causal, Z_LOSS, None):
         raise IncompatibleError(
             f"{type(causal).__name__} has a loss of its own. Only the cross-entropy of the next token, as transformers "
-            f"computes it for most models, is computed in chunks."
+            f"computes it for most models, is computed in chunks. Train it without: loss_chunk=None."
         )
     return ChunkedLoss(causal, chunk)
 

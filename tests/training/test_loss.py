@@ -273,6 +273,9 @@ def test_refused() -> None:
         chunk_loss(tiny(), chunk=0)
     with pytest.raises(IncompatibleError, match=r"XLMWithLMHeadModel has a loss of its own"):
         chunk_loss(tiny("xlm"))
+    with pytest.raises(IncompatibleError, match=r"BambaForCausalLM has a loss of its own"):
+        chunk_loss(tiny("bamba", z_loss_coefficient=1e-3))
+    chunk_loss(tiny("bamba"))
     with pytest.raises(IncompatibleError, match=r"LlamaModel is not a base model with a language modelling head"):
         chunk_loss(tiny().model)
     model = tiny()
