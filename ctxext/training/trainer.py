@@ -141,8 +141,8 @@ class LongTrainer(Trainer):  # type: ignore[misc]
             "; ".join(map(data.origin_of, self._indices)) if isinstance(data, Sequences) else f"items {self._indices}"
         )
         return NotANumberError(
-            f"{wrong} in step {self.state.global_step + 1}, on {where}. No weight was changed by this step: resume "
-            f"from the last checkpoint with a lower learning rate or a longer warm-up."
+            f"{wrong} in step {self.state.global_step + 1}, on {where}. No weight was changed by this step. Begin a "
+            f"new run with a lower learning rate or a longer warm-up; --resume would repeat this one."
         )
 
 

@@ -209,7 +209,11 @@ def test_a_loss_that_is_no_number_stops_training(
     monkeypatch.setattr(Accelerator, "backward", backward)
     monkeypatch.setattr(Trainer, "compute_loss", broken)
     with pytest.raises(
-        NotANumberError, match=r"The loss is nan in step 3, on sequence 2: 'document \d' from token \d+"
+        NotANumberError,
+        match=r"The loss is nan in step 3, on sequence 2: 'document \d' from token \d+.*Begin a new run with a lower",
     ):
         recipe.finetune(settings())
     assert last_checkpoint(tmp_path / "run") == tmp_path / "run" / "checkpoint-2"
+    lower = settings("--training.learning_rate", "1e-3")  # which is another run, and not the rest of this one
+    with pytest.raises(InvalidParameterError, match=r"had other settings: training\.learning_rate=0\.01, now 0\.001"):
+        recipe.finetune(lower, resume=True)
