@@ -17,6 +17,7 @@ which it loads too), ``run.json`` with all that was set and found, and ``loss.pn
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 import warnings
 from pathlib import Path
@@ -233,6 +234,7 @@ def finetune(settings: Settings, *, resume: bool = False) -> None:
 def training_arguments(settings: Settings, device: str) -> TrainingArguments:
     """Return the arguments of the Trainer."""
     training = settings.training
+    os.environ.pop("ACCELERATE_MIXED_PRECISION", None)  # of `accelerate launch`: what is computed in, `dtype` says
     return TrainingArguments(
         output_dir=settings.output,
         max_steps=training.steps,

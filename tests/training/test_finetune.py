@@ -217,3 +217,12 @@ def test_a_loss_that_is_no_number_stops_training(
     lower = settings("--training.learning_rate", "1e-3")  # which is another run, and not the rest of this one
     with pytest.raises(InvalidParameterError, match=r"had other settings: training\.learning_rate=0\.01, now 0\.001"):
         recipe.finetune(lower, resume=True)
+
+
+@pytest.mark.parametrize(("dtype", "mixed"), [("fp32", "no"), ("bf16", "bf16")])
+def test_a_launcher_does_not_say_what_a_run_computes_in(
+    dtype: str, mixed: str, settings: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """``accelerate launch`` puts the mixed precision of its config into the environment."""
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "fp16")
+    assert recipe.training_arguments(settings("--dtype", dtype), "cpu").mixed_precision == mixed
