@@ -7,6 +7,7 @@ or out of range is an error that names the place and the value. ``2e-5`` is a nu
 from __future__ import annotations
 
 import json
+import os
 import re
 import typing
 from collections.abc import Iterator, Sequence
@@ -333,6 +334,12 @@ class Settings(Section):
     training: TrainingSettings
     evaluation: Evaluation = Evaluation()
     stages: list[Stage] = []
+
+    @field_validator("output")
+    @classmethod
+    def _at_home(cls, output: str) -> str:
+        """Return the output with the user's folder for a tilde, where the Trainer puts its checkpoints."""
+        return os.path.expanduser(output)
 
     @model_validator(mode="after")
     def _fits_together(self) -> Settings:

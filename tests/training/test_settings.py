@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import TrainingArguments
 
 from ctxext.errors import InvalidParameterError, UnknownNameError
 from ctxext.methods.base import resolve
@@ -94,6 +95,13 @@ def test_words_are_themselves_and_numbers_those_of_yaml_1_2(read: Any) -> None:
     assert settings.data.train == ["texts #2/a.txt"]
     assert (settings.training.steps, settings.output) == (10, "2026-11-27")
     assert read("--train", "a", "--output", "'it #1'").output == "it #1"
+
+
+def test_all_of_a_run_is_in_one_folder(read: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The Trainer takes a tilde for the user's folder, where its checkpoints then are: nothing else would find them."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for settings in (read("--train", "a", text=FILE.replace("runs/x", "~/x")), read("--train", "a", "--output=~/x")):
+        assert settings.output == str(tmp_path / "x") == TrainingArguments(settings.output).output_dir
 
 
 TRAIN = ("--train", "a")
