@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from ctxext.errors import InvalidParameterError
@@ -38,14 +39,35 @@ def refuse_trained(checkpoint: str, sources: Sequence[str], split: str | None) -
     if not isinstance(trained, dict):
         return
     trained_split = trained.get("split")
-    for source in map(_absolute, sources or [str(path) for path in installed_texts()]):
-        for other in trained.get("sources", ()):
-            if _are_same(Path(source), split, Path(other), trained_split):
-                of = f", split {trained_split}" if trained_split else ""
-                raise InvalidParameterError(
-                    f"{checkpoint} was trained on {other}{of}, as {run} tells. A loss measured there tells nothing; "
-                    f"give another text or split."
-                )
+    measured = sources or [str(path) for path in installed_texts()]
+    for _, other in _shared(measured, split, trained.get("sources", ()), trained_split):
+        of = f", split {trained_split}" if trained_split else ""
+        raise InvalidParameterError(
+            f"{checkpoint} was trained on {other}{of}, as {run} tells. A loss measured there tells nothing; "
+            f"give another text or split."
+        )
+
+
+def refuse_shared(sources: Sequence[str], split: str | None, learned: Sequence[str], learned_split: str | None) -> None:
+    """Refuse texts to measure on that are among those of the same run to learn from.
+
+    Raises:
+        InvalidParameterError: as ``refuse_trained``.
+    """
+    for source, other in _shared(sources, split, learned, learned_split):
+        raise InvalidParameterError(
+            f"evaluation.text {source} is trained on: data.train names {other}. A loss measured there tells nothing; "
+            f"give another text or split."
+        )
+
+
+def _shared(
+    measured: Sequence[str], split: str | None, learned: Sequence[str], learned_split: str | None
+) -> Iterator[tuple[str, str]]:
+    """Yield the pairs of sources, the measured one first, that share texts as far as their paths and splits tell."""
+    for source, other in itertools.product(map(_absolute, measured), map(_absolute, learned)):
+        if _are_same(Path(source), split, Path(other), learned_split):
+            yield source, other
 
 
 def _are_same(one: Path, split: str | None, other: Path, other_split: str | None) -> bool:

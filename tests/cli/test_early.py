@@ -77,6 +77,7 @@ NO_WEIGHTS, NO_GGUF = "bare has its weights in a GGUF file", "broken.gguf cannot
 OF_THE_RECIPE = {
     "--data.train ./no.txt": "Cannot read the text './no.txt'",
     "--evaluation.text ./no.txt": "Cannot read the text './no.txt'",
+    "--evaluation.text ./text.txt": "text.txt is trained on: data.train names",
     "--method yran": "Did you mean 'yarn'?",
     "--extension.parameters.rampe turns": "Unknown yarn parameter 'rampe'. Did you mean 'ramp'?",
     "--checkpoint /no/where": "There is no checkpoint at /no/where",

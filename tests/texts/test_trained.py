@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 from ctxext.cli.app import app
 from ctxext.errors import InvalidParameterError
 from ctxext.texts.documents import read_documents
-from ctxext.texts.trained import record_of, refuse_trained
+from ctxext.texts.trained import record_of, refuse_shared, refuse_trained
 
 Trained = Callable[..., Path]
 
@@ -53,6 +53,8 @@ def test_texts_that_were_trained_on_are_refused(
     place = trained(learned, split=learned_split, folder=folder)
     with pytest.raises(InvalidParameterError, match=rf"was trained on .*{Path(learned).name}.*another text or split"):
         refuse_trained(str(place), ["elsewhere.txt", measured], split)
+    with pytest.raises(InvalidParameterError, match=rf"evaluation.text .* is trained on: .*{Path(learned).name}"):
+        refuse_shared(["elsewhere.txt", measured], split, [learned], learned_split)
 
 
 @pytest.mark.parametrize(
@@ -71,6 +73,7 @@ def test_other_texts_are_measured(
 ) -> None:
     place = trained(learned, split=learned_split)
     refuse_trained(str(place), [measured], split)
+    refuse_shared([measured], split, [learned], learned_split)
     refuse_trained(str(place.parent.parent), [learned], learned_split)  # no run's own folder
 
 
