@@ -30,6 +30,10 @@ from ctxext.texts.corpus import Corpus, TokenisedDocument
 
 # A process that is done waits for the slowest job of the others, which may take hours.
 PATIENCE = datetime.timedelta(days=30)
+LESS = (
+    "Ask for smaller lengths, or run the same command on a device with more memory. What is finished is kept where an "
+    "--output was named."
+)
 
 
 @dataclass(frozen=True)
@@ -354,14 +358,11 @@ def my_share(jobs: Sequence[Work], process: int, processes: int) -> tuple[Work, 
 
 
 @contextlib.contextmanager
-def explain_out_of_memory(where: str) -> Iterator[None]:
-    """Turn an out-of-memory error into what the user has to know: ``InvalidParameterError``."""
+def explain_out_of_memory(where: str, advice: str = LESS) -> Iterator[None]:
+    """Turn an out-of-memory error into what the user has to know, and do: ``InvalidParameterError``."""
     try:
         yield
     except RuntimeError as error:
         if not isinstance(error, torch.OutOfMemoryError) and "can't allocate memory" not in str(error):  # of a CPU
             raise
-        raise InvalidParameterError(
-            f"Out of memory at {where}. Ask for smaller lengths, or run the same command on a device with more memory. "
-            f"What is finished is kept where an --output was named."
-        ) from error
+        raise InvalidParameterError(f"Out of memory at {where}. {advice}") from error

@@ -18,8 +18,14 @@ from transformers.trainer import TRAINER_STATE_NAME
 from ctxext.caches.records import ATTENTION, Given
 from ctxext.core.subject import Subject
 from ctxext.errors import CtxextError
+from ctxext.measuring.survey import explain_out_of_memory
 from ctxext.training.parallel import attention_of, release_attention, require_carried, whole_sequence
 from ctxext.training.sequences import DerivedSequences, PackedSequences, Sequences
+
+SMALLER = (
+    "Begin a new run with a lower data.length or training.batch, or with more of memory.checkpointing, offload and "
+    "mlp_tile. `ctxext plan` tells what a step takes."
+)
 
 
 class NotANumberError(CtxextError, ArithmeticError):
@@ -40,6 +46,7 @@ class LongTrainer(Trainer):  # type: ignore[misc]
         IncompatibleError: if the engine that spreads the run over processes cannot carry it; see
             ``ctxext.training.parallel``.
         NotANumberError: while training; names the step and its sequences, before any weight was changed by them.
+        InvalidParameterError: while training; a step does not fit into the device's memory.
     """
 
     train_dataset: Any
@@ -89,7 +96,8 @@ class LongTrainer(Trainer):  # type: ignore[misc]
             self.train_dataset = DerivedSequences(data, state.global_step * len(data) // self.args.max_steps)
             self.args.ignore_data_skip = True
         try:
-            return super().train(resume_from_checkpoint, **kwargs)
+            with explain_out_of_memory("a step of training", SMALLER):
+                return super().train(resume_from_checkpoint, **kwargs)
         finally:
             release_attention(self.subject)
 

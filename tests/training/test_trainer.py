@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from ctxext.training.trainer import NotANumberError
+from ctxext.errors import InvalidParameterError
+from ctxext.training.trainer import LongTrainer, NotANumberError
 from tests._host_reads import Counting
 from tests.training._trainer import trainer_of
 
@@ -81,3 +83,12 @@ def test_an_evaluation_reads_what_training_does_and_takes_any_loss(loss: str, tm
     if loss == "NaN":
         with pytest.raises(NotANumberError, match=r"The loss is nan in step 1"):
             trainer.train()
+
+
+def test_a_step_that_does_not_fit_into_memory_is_explained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: Any, **__: Any) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+
+    monkeypatch.setattr(LongTrainer, "training_step", full)
+    with pytest.raises(InvalidParameterError, match=r"Out of memory at a step of training\. .* lower data\.length"):
+        trainer_of(tmp_path).train()
