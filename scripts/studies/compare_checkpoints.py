@@ -51,6 +51,7 @@ from ctxext.measuring.statistics import PairedDifference, check_finite, document
 from ctxext.measuring.truncation import tail_windows, windows_of
 from ctxext.progress import StageBar
 from ctxext.texts.corpus import Corpus, TokenisedDocument
+from ctxext.texts.trained import refuse_trained
 from scripts.bench import machine, markdown_table
 
 Spans = Sequence[tuple[int, int]]
@@ -73,6 +74,8 @@ def main(
     """Read the texts with every checkpoint, and print and write the table."""
     require_matplotlib()  # now, and not when all is read; so with the checkpoints
     require_each_once(checkpoints)
+    for name in checkpoints:
+        refuse_trained(name, texts.text or (), texts.split)
     console = Console(highlight=False, soft_wrap=True)
     journal = Journal(output / "cells.jsonl", identity=output / "texts.json")
     losses: dict[str, list[Tensor]] = {}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from itertools import pairwise
 from pathlib import Path
@@ -13,6 +14,7 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 from typer.testing import CliRunner, Result
 
 import ctxext
+from ctxext.texts.trained import record_of
 from scripts.studies import compare_checkpoints
 from tests._checkpoints import rainy, save_with_tokenizer
 from tests._models import byte_model
@@ -173,3 +175,15 @@ def test_what_is_read_says_of_which_run_it_is(folder: Path) -> None:
     assert found.exit_code == 0, found.output
     assert "a, text0" in found.output
     assert "b, text0" in found.output
+
+
+@pytest.mark.slow
+def test_texts_that_one_of_them_was_trained_on_are_refused(folder: Path) -> None:
+    (folder / "run").mkdir()
+    (folder / "run" / "merged").symlink_to(folder / "second")
+    learned = {"texts": record_of([str(folder / "text1.txt")], None)}
+    (folder / "run" / "run.json").write_text(json.dumps(learned), encoding="utf-8")
+    refused = compare(*asked(folder, folder / "first", folder / "run" / "merged"))
+    assert isinstance(refused.exception, ctxext.errors.CtxextError)
+    assert "run/merged was trained on" in str(refused.exception)
+    assert not (folder / "out" / "cells.jsonl").exists()
