@@ -164,7 +164,7 @@ def finetune(settings: Settings, *, resume: bool = False) -> None:
         callbacks=[
             Curriculum(model, stages_of(found), memory, held),
             ExtensionCallback(model),
-            CompleteCheckpoints(sequences),
+            CompleteCheckpoints(sequences, training.keep),
             heads,
             progress,
         ],
@@ -250,7 +250,6 @@ def training_arguments(settings: Settings, device: str) -> TrainingArguments:
         seed=settings.seed,
         save_strategy="steps",
         save_steps=training.checkpoint_every,
-        save_total_limit=training.keep,
         logging_steps=training.log_every,
         logging_nan_inf_filter=False,  # the default hides losses that are no numbers
         train_sampling_strategy="sequential",  # the sequences are shuffled already, the same way at every resumption

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import re
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -42,12 +43,15 @@ FREE = (
 class CompleteCheckpoints(TrainerCallback):  # type: ignore[misc]
     """Marks a checkpoint after all its files are written, by a hash of the last sequence; others are never taken.
 
+    Then only the newest ``keep`` of the run stay, and what a kill left of others goes. The Trainer would also count and
+    delete copies that a user made, and would delete before the new checkpoint is whole.
+
     A resumed run saves and logs as the new settings say, and no mean of losses spans the step where it was resumed.
     A run with other texts, or on more or fewer processes, is refused: it would read sequences twice or never.
     """
 
-    def __init__(self, sequences: Sequences) -> None:
-        self.sequences = sequences
+    def __init__(self, sequences: Sequences, keep: int) -> None:
+        self.sequences, self.keep = sequences, keep
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Take the intervals from the current settings, not from the checkpoint."""
@@ -64,10 +68,14 @@ class CompleteCheckpoints(TrainerCallback):  # type: ignore[misc]
         control.should_log |= control.should_save
 
     def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Mark the checkpoint that was just written."""
+        """Mark the checkpoint that was just written, and delete old ones."""
         if state.is_world_process_zero:
             mark, last = self._mark(args, state)
             mark.write_text(last, "utf-8")
+            kept = sorted(whole_checkpoints(args.output_dir))[-self.keep :]
+            for step, old in _numbered(args.output_dir).items():
+                if step not in kept:
+                    shutil.rmtree(old, ignore_errors=True)
 
     def _mark(self, args: Any, state: Any) -> tuple[Path, str]:
         number = len(self.sequences) * state.global_step // state.max_steps - 1
@@ -81,10 +89,19 @@ def last_checkpoint(output: str | Path) -> Path | None:
     A run that was killed, or whose disk was full, while it saved leaves a part of a checkpoint behind, which the
     Trainer itself would take for the newest.
     """
-    found = {path.name.removeprefix("checkpoint-"): path for path in Path(output).glob("checkpoint-*")}
-    # A copy that a user made, such as checkpoint-20-backup, has no number.
-    complete = {int(step): path for step, path in found.items() if step.isdecimal() and (path / COMPLETE).is_file()}
+    complete = whole_checkpoints(output)
     return complete[max(complete)] if complete else None
+
+
+def whole_checkpoints(output: str | Path) -> dict[int, Path]:
+    """Return the checkpoints of a run that were written whole, by their steps."""
+    return {step: path for step, path in _numbered(output).items() if (path / COMPLETE).is_file()}
+
+
+def _numbered(output: str | Path) -> dict[int, Path]:
+    """Return all checkpoints in a run's directory, by their steps; a copy such as checkpoint-20-backup has none."""
+    found = {path.name.removeprefix("checkpoint-"): path for path in Path(output).glob("checkpoint-*")}
+    return {int(step): path for step, path in found.items() if step.isdecimal() and path.is_dir()}
 
 
 def resume_point(settings: Settings, *, resume: bool) -> Path | None:

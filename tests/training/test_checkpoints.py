@@ -6,6 +6,7 @@ import json
 import math
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,7 +17,9 @@ from transformers import AutoModelForCausalLM, Trainer, TrainingArguments, set_s
 import ctxext
 from ctxext.errors import CheckpointError, PatchStateError
 from ctxext.training import ExtensionCallback
-from ctxext.training.checkpoints import COMPLETE, last_checkpoint, saving
+from ctxext.training.checkpoints import COMPLETE, CompleteCheckpoints, last_checkpoint, saving
+from ctxext.training.documents import TokenisedDocuments
+from ctxext.training.sequences import TrainingSequences
 from tests._models import logits, tiny, tokens
 from tests._peft import refusal, through_transformers
 from tests.training._recipe import QUIET
@@ -232,6 +235,21 @@ def test_a_copy_of_a_checkpoint_is_none_of_the_run(tmp_path: Path) -> None:
         if name != "checkpoint-40":  # killed while it was saved
             (tmp_path / name / COMPLETE).touch()
     assert last_checkpoint(tmp_path) == tmp_path / "checkpoint-20"
+
+
+def test_old_checkpoints_go_once_the_new_one_is_whole_and_copies_stay(
+    documents: TokenisedDocuments, tmp_path: Path
+) -> None:
+    unmarked = {"checkpoint-5", "checkpoint-6"}  # the part that a kill left, and the one that was just written
+    for name in ("checkpoint-2", "checkpoint-4", "checkpoint-4-backup", *unmarked):
+        (tmp_path / name).mkdir()
+        if name not in unmarked:
+            (tmp_path / name / COMPLETE).touch()
+    sequences = TrainingSequences(documents, length=32, count=8, seed=0, target_length=64)
+    state = SimpleNamespace(is_world_process_zero=True, global_step=6, max_steps=8)
+    CompleteCheckpoints(sequences, keep=2).on_save(SimpleNamespace(output_dir=str(tmp_path)), state, None)
+    assert {path.name for path in tmp_path.iterdir()} == {"checkpoint-4", "checkpoint-4-backup", "checkpoint-6"}
+    assert last_checkpoint(tmp_path) == tmp_path / "checkpoint-6"
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no device that is full")

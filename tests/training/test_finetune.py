@@ -130,6 +130,17 @@ def test_a_resumed_run_saves_and_logs_as_it_is_told_now(settings: Any, tmp_path:
 
 
 @pytest.mark.nightly
+def test_a_copy_of_a_checkpoint_that_a_user_made_stays(settings: Any, tmp_path: Path) -> None:
+    with pytest.MonkeyPatch.context() as patched, pytest.raises(interrupted(patched)):
+        recipe.finetune(settings())
+    run = tmp_path / "run"
+    shutil.copytree(run / "checkpoint-2", run / "checkpoint-2-backup")
+    recipe.finetune(settings("--checkpoint_every", "1"), resume=True)
+    found = {path.name for path in run.glob("checkpoint-*")}
+    assert found == {"checkpoint-2-backup", "checkpoint-3", "checkpoint-4"}
+
+
+@pytest.mark.nightly
 def test_a_disk_that_is_full_at_the_end_or_at_the_beginning_costs_nothing(
     settings: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
