@@ -126,7 +126,7 @@ def attach_lora(
     # For good: the model may be extended otherwise before it is saved.
     keep_extension(replace(subject, wrappers=(adapted, *subject.wrappers)), Edits())
     for module in adapted.modules():
-        if hasattr(module, "modules_to_save") and hasattr(module, "original_module"):
+        if _is_trained_whole(module):
             module.register_forward_hook(partial(_in_dtype, dtype))
     for weight in adapted.parameters():
         if weight.requires_grad:
@@ -195,10 +195,25 @@ def encodings(model: nn.Module) -> list[str]:
 
 
 def merged(adapted: Any) -> PreTrainedModel:
-    """Merge the adapter into the weights and return the model in its dtype, without the adapter."""
-    dtype = adapted.base_model.model.dtype
+    """Merge the adapter into the weights and return the model without the adapter, each weight in its earlier dtype.
+
+    transformers keeps some weights of a model of 16 bits in float32 (routers of experts), which stay.
+    """
+    dtypes = {
+        name: {key: tensor.dtype for key, tensor in module.original_module.state_dict().items()}
+        for name, module in adapted.base_model.model.named_modules()
+        if _is_trained_whole(module)
+    }
     model: PreTrainedModel = adapted.merge_and_unload()
-    return model.to(dtype)
+    for name, of_module in dtypes.items():
+        for key, tensor in model.get_submodule(name).state_dict(keep_vars=True).items():
+            tensor.data = tensor.data.to(of_module[key])
+    return model
+
+
+def _is_trained_whole(module: nn.Module) -> bool:
+    """Return whether PEFT trains a copy of a module, beside the module itself."""
+    return hasattr(module, "modules_to_save") and hasattr(module, "original_module")
 
 
 def _in_dtype(dtype: torch.dtype, module: nn.Module, inputs: Any, output: Any) -> Any:

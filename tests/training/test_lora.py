@@ -92,6 +92,23 @@ def test_what_is_trained_is_float32_and_the_rest_computes_as_the_finished_model(
     assert torch.equal(logits(finished, tokens()), found), "the updates are still zero"
 
 
+@pytest.mark.parametrize("model_type", ["deepseek_v3", "glm4_moe", "ernie4_5_moe"])
+def test_what_transformers_keeps_in_float32_is_not_rounded(model_type: str, tmp_path: Path) -> None:
+    """The routers of experts, of a model that is loaded in bfloat16."""
+    base = tiny(model_type)
+    for name, numbers in base.state_dict().items():
+        if "e_score_correction_bias" in name:
+            numbers.normal_()
+    base.save_pretrained(tmp_path)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
+    before = {name: weight.clone() for name, weight in loaded.state_dict().items()}
+    kept = {name for name, weight in before.items() if weight.dtype == torch.float32}
+    assert any(not torch.equal(before[name], before[name].bfloat16().float()) for name in kept)
+    after = merged(attach_lora(ctxext.patch(loaded, "yarn", factor=2), rank=2)).state_dict()
+    assert {name: weight.dtype for name, weight in after.items()} == {n: weight.dtype for n, weight in before.items()}
+    assert all(torch.equal(after[name], before[name]) for name in kept)
+
+
 def test_small_updates_are_not_rounded_away() -> None:
     model = attach_lora(tiny().bfloat16(), rank=4)
     norm = next(weight for name, weight in model.named_parameters() if "norm" in name and weight.requires_grad)
