@@ -72,8 +72,9 @@ def attach_lora(
         norms: train all normalisation weights themselves.
         embeddings: train the token embedding itself. Where the head shares its weights it goes on sharing them, also
             in the saved and the merged model.
-        whole: train the linear layers in ``targets`` themselves, as full fine-tuning does, instead of updates of low
-            rank; ``rank``, ``alpha`` and ``dropout`` then say nothing. The adapter holds all of their weights.
+        whole: train the linear layers in ``targets``, and experts, themselves, as full fine-tuning does, instead of
+            updates of low rank; ``rank``, ``alpha`` and ``dropout`` then say nothing. The adapter holds all of their
+            weights.
 
     Returns:
         A ``peft.PeftModel``.
@@ -92,10 +93,12 @@ def attach_lora(
         trained |= {name for name, module in causal.named_modules() if module is embedding}
     trained |= set(encodings(causal))
     layers = linear_layers(causal, targets)
-    experts = expert_weights(causal) if "mlp" in targets and not whole else []
+    experts = expert_weights(causal) if "mlp" in targets else []
     if whole:
-        endings = tuple(f".{ending}" for ending in layers)
+        endings, of_experts = (tuple(f".{ending}" for ending in part) for part in (layers, experts))
         trained |= {n for n, module in causal.named_modules() if _is_linear(module) and f".{n}".endswith(endings)}
+        trained |= {n.rpartition(".")[0] for n, _ in causal.named_parameters() if n.endswith(of_experts)}
+        experts = []
     named_so = [name for name in layers if experts and name.rpartition(".")[2] in EXPERT_LAYERS]
     if named_so and getattr(causal, "is_quantized", False):
         raise IncompatibleError(

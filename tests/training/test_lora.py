@@ -208,6 +208,26 @@ def test_adapted_experts_are_saved_loaded_and_merged(model_type: str, tmp_path: 
         attach_lora(tiny("mixtral"), dropout=0.1)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("model_type", "options"), [("mixtral", {}), ("gpt_oss", {"trained_length": 64}), ("deepseek_v3", {})]
+)
+def test_experts_are_trained_whole_where_all_is(model_type: str, options: dict[str, int], tmp_path: Path) -> None:
+    base = tiny(model_type)
+    base.save_pretrained(tmp_path / "base")
+    experts = {name for name, weight in base.named_parameters() if weight.ndim == 3}
+    model = attach_lora(ctxext.patch(base, "yarn", factor=2, **options), whole=True)
+    names = {n.replace(".modules_to_save.default", "") for n, w in model.named_parameters() if w.requires_grad}
+    assert {name.removeprefix("base_model.model.") for name in names} >= experts
+    model(tokens(rows=2), labels=tokens(rows=2)).loss.backward()
+    ours = logits(trained(model), tokens())
+    ctxext.save(model, tmp_path / "adapter")
+    again = ctxext.load(tmp_path / "adapter", base=tmp_path / "base")
+    assert torch.allclose(logits(again, tokens()), ours, atol=1e-4)
+    merged(model).save_pretrained(tmp_path / "merged")
+    assert torch.allclose(logits(ctxext.load(tmp_path / "merged").eval(), tokens()), ours, atol=1e-3)
+
+
 @pytest.mark.nightly
 @pytest.mark.parametrize("model_type", ["falcon_h1", "mixtral"])
 def test_training_of_them_is_planned(model_type: str) -> None:
