@@ -76,6 +76,11 @@ def require_carried(subject: Subject, accelerator: Any, *, lengths: Collection[i
             "The first version of FSDP flattens weights, which a loss in chunks and separate learning rates cannot "
             "use. Set fsdp_version: 2, as recipes/accelerate/fsdp2.yaml does."
         )
+    if plugin is not None and plugin.state_dict_type.name != "FULL_STATE_DICT":
+        raise IncompatibleError(
+            f"fsdp_state_dict_type {plugin.state_dict_type.name} leaves the adapter in pieces, and no file of it would "
+            f"be saved. Set it to FULL_STATE_DICT, as recipes/accelerate/fsdp2.yaml does."
+        )
     ours = [name for name, weight in subject.model.named_parameters() if weight._backward_hooks]
     if ours and (plugin is not None or accelerator.distributed_type == "DEEPSPEED"):
         raise IncompatibleError(

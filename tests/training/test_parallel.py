@@ -86,6 +86,16 @@ def test_flattened_weights_are_refused() -> None:
         require_carried(Subject.of(patched("yarn")), engine)
 
 
+def test_adapters_that_would_be_saved_in_pieces_are_refused() -> None:
+    """The kind that accelerate takes for FSDP 2 by itself, of which the Trainer writes no adapter."""
+    engine = accelerator()
+    engine.state.fsdp_plugin = FullyShardedDataParallelPlugin(fsdp_version=2)
+    with pytest.raises(IncompatibleError, match=r"SHARDED_STATE_DICT leaves the adapter in pieces.*to FULL_STATE_DICT"):
+        require_carried(Subject.of(patched("yarn")), engine)
+    engine.state.fsdp_plugin = FullyShardedDataParallelPlugin(fsdp_version=2, state_dict_type="FULL_STATE_DICT")
+    require_carried(Subject.of(tiny()), engine)
+
+
 @pytest.mark.parametrize(
     ("build", "sizes"),
     [
