@@ -14,13 +14,14 @@ import torch
 from torch import nn
 from transformers import BitsAndBytesConfig
 from transformers.integrations import deepspeed as zero
+from transformers.integrations import is_fsdp_enabled
 
 from ctxext.checkpoints.adapters import base_of, is_adapter
 from ctxext.checkpoints.load import refuse_drawn_anew
 from ctxext.checkpoints.source import checked_path, read_any_config
 from ctxext.core import patching
 from ctxext.core.saved import saved_extension, saved_method
-from ctxext.errors import BackendUnavailableError, CheckpointError, install_line
+from ctxext.errors import BackendUnavailableError, CheckpointError, IncompatibleError, install_line
 from ctxext.measuring.checkpoint import Checkpoint, emulates_bf16, load_checkpoint
 from ctxext.training.lora import reattach_lora
 from ctxext.training.parallel import is_sharded
@@ -73,8 +74,14 @@ def load_base(settings: Settings, device: torch.device, *, tokenizer: Any = None
     Raises:
         CheckpointError: as ``load_checkpoint``; also for an adapter, or for a checkpoint that was saved extended where
             no trained length is given.
+        IncompatibleError: the launcher has one process read the weights for all.
     """
     _require_whole(settings)
+    if is_fsdp_enabled():
+        raise IncompatibleError(
+            "fsdp_cpu_ram_efficient_loading leaves all processes but one without weights until training begins. Each "
+            "of them checks and measures its model before: set it to false, as recipes/accelerate/fsdp2.yaml does."
+        )
     if not weights:
         with _without_deepspeed():
             return _load_plain(settings, device, weights=False)

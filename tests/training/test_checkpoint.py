@@ -12,10 +12,17 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 import ctxext
-from ctxext.errors import BackendUnavailableError, CheckpointError, install_line
+from ctxext.errors import BackendUnavailableError, CheckpointError, IncompatibleError, install_line
 from ctxext.training.checkpoint import four_bits, in_fast_dtype, load_base, require_device
 from ctxext.training.lora import attach_lora
 from tests.training._recipe import recipe
+
+
+def test_a_run_that_one_process_reads_the_weights_of_is_refused(settings: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As accelerate's questions suggest for FSDP: transformers leaves the others without data."""
+    monkeypatch.setattr("ctxext.training.checkpoint.is_fsdp_enabled", lambda: True)
+    with pytest.raises(IncompatibleError, match=r"fsdp_cpu_ram_efficient_loading leaves .* set it to false"):
+        load_base(settings(), torch.device("cpu"))
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
