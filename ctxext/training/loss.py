@@ -40,7 +40,7 @@ Z_LOSS = "z_loss_coefficient"  # by which Bamba adds the square of the logits' l
 
 
 def chunk_loss(model: nn.Module, *, chunk: int = 1024) -> ChunkedLoss:
-    """Make a model compute its loss in chunks from now on, in any Trainer or in your own loop.
+    """Make a model compute its loss in chunks from now on, in transformers' Trainer or in your own loop.
 
     Called with ``labels``, the model returns the loss, and gradients, of its class up to rounding, and no logits.
     Called without labels it behaves as before. Call this function before the model is passed to a Trainer or wrapped
