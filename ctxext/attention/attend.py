@@ -175,6 +175,13 @@ def attention_layers(decoder: nn.Module) -> list[nn.Module]:
     ]
 
 
+def put_in_evaluation(model: nn.Module, edits: Edits) -> None:
+    """Leave dropout out of a model, until ``edits`` is undone."""
+    for module in model.modules():
+        if module.training:
+            edits.set(module, "training", False)
+
+
 def refuse_shared_heads(subject: Subject, method: Method, why: str = "tells heads apart") -> None:
     """Refuse a method that needs all heads, on a model whose heads processes share (tensor parallelism).
 

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
-from ctxext.attention.attend import LayerCall, attention_function
+from ctxext.attention.attend import LayerCall, attention_function, put_in_evaluation
 from ctxext.attention.engines import RemapAttend
 from ctxext.caches.digest import UNKNOWN, is_shared_out, sample
 from ctxext.caches.records import attends_of
@@ -266,7 +266,7 @@ def retrieval_share(model: Any, *, seed: int = 0) -> float:
         return attend
 
     try:
-        _put_in_evaluation(subject.model, edits)
+        put_in_evaluation(subject.model, edits)
         for module, by in layers.items():
             edits.set(module, "_ctxext_attend", watched(by))
         with torch.device("cpu"):  # whatever device is the default
@@ -606,18 +606,12 @@ def _recording(subject: Subject, *, lifted: bool = False) -> Iterator[_Recorder]
     token = _recorder.set(recorder)
     try:
         edits.set(subject.text, "_attn_implementation_internal", RECORDING)
-        _put_in_evaluation(model, edits)
+        put_in_evaluation(model, edits)
         with torch.no_grad(), torch.compiler.set_stance("force_eager"):
             yield recorder
     finally:
         edits.undo()
         _recorder.reset(token)
-
-
-def _put_in_evaluation(model: nn.Module, edits: Edits) -> None:
-    for module in model.modules():
-        if module.training:
-            edits.set(module, "training", False)
 
 
 def _not_recorded(subject: Subject) -> IncompatibleError:

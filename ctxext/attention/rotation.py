@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from ctxext.attention.attend import LayerCall, decoder_of, install_attention
+from ctxext.attention.attend import LayerCall, decoder_of, install_attention, put_in_evaluation
 from ctxext.caches.digest import is_fsdp
 from ctxext.core.edits import Edits
 from ctxext.core.rebuild import FAILURES, Rebuild
@@ -68,6 +68,7 @@ def rotation_form(
     if not out_of_reach and not replaced_in(type(first).__module__):
         with Edits() as trial:
             install_attention(subject, site, dict.fromkeys(far, _show_queries), trial, left=left)
+            put_in_evaluation(decoder, trial)  # dropout would tell two queries of one token apart
             queries = _queries_of(decoder, subject.ordinary_tokens)
             trial.undo()
     if queries is None:

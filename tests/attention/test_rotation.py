@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from torch import distributed
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -86,3 +87,17 @@ def test_a_model_that_fsdp_manages_runs_as_a_whole_only(method: str, alone: Devi
         with pytest.raises(IncompatibleError, match="FSDP manages this llama, and would leave the weights"):
             ctxext.patch(model, encoding, factor=4.0)
     ctxext.patch(model, "sinusoidal", factor=4.0)  # which has no weights
+
+
+@pytest.mark.parametrize("part", ["embeddings", "adapter"])
+def test_a_model_in_training_is_asked_without_its_dropout(part: str) -> None:
+    """It would tell two queries of one token apart by more than a rotation does."""
+    torch.manual_seed(0)
+    model: Any = tiny("gpt_neox", hidden_dropout=0.5) if part == "embeddings" else tiny()
+    if part == "adapter":
+        how = {"target_modules": ["q_proj"], "r": 8, "init_lora_weights": False}
+        model = get_peft_model(model, LoraConfig(task_type="CAUSAL_LM", lora_dropout=0.5, **how))
+    before, drawn = {name: each.training for name, each in model.train().named_modules()}, torch.get_rng_state()
+    ctxext.patch(model, "self_extend", factor=4.0, window=16)
+    assert {name: each.training for name, each in model.named_modules()} == before
+    assert torch.equal(torch.get_rng_state(), drawn)
