@@ -184,7 +184,7 @@ def _step(by: RemapAttend, layer: LayerCall, held: HeldLayer | None) -> Tensor:
 def _why_not_pieces(by: RemapAttend, layer: LayerCall, held: HeldLayer | None) -> str | None:
     if not layer.dropout:
         return None
-    return f"Attention in pieces has no dropout, found {layer.dropout:g}. Set config.attention_dropout = 0."
+    return f"Attention in pieces has no dropout, found {layer.dropout:g}. Load the model with attention_dropout=0.0."
 
 
 def _in_pieces(by: RemapAttend, layer: LayerCall, held: HeldLayer | None) -> Tensor:

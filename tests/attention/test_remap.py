@@ -280,14 +280,18 @@ def test_it_extends_what_a_scaled_checkpoint_was_trained_with() -> None:
 
 @pytest.mark.parametrize("engine", [contextlib.nullcontext, on_a_gpu])
 def test_training_with_dropout_is_refused(engine: Any) -> None:
-    """Also of a few tokens on a GPU, whose kernel has no dropout either."""
+    """Also of a few tokens on a GPU, whose kernel has no dropout either; layers take the number when they are built."""
     model = ctxext.patch(tiny(attention_dropout=0.1), DualChunk(factor=2)).eval()
     with engine(), torch.no_grad():
         cache = model(tokens(100)).past_key_values
         with pytest.raises(IncompatibleError, match=r"no dropout, found 0\.1"):
             model.train()(tokens(1), past_key_values=cache)
-    with pytest.raises(IncompatibleError, match=r"no dropout, found 0\.1"):
+    with pytest.raises(IncompatibleError, match=r"no dropout, found 0\.1. Load the model with attention_dropout=0\.0"):
         model(tokens(70))
+    model.config.attention_dropout = 0.0
+    with pytest.raises(IncompatibleError, match="no dropout"):
+        model(tokens(70))
+    ctxext.patch(tiny(attention_dropout=0.0), DualChunk(factor=2)).train()(tokens(70))
 
 
 @pytest.mark.slow
