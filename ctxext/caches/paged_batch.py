@@ -206,5 +206,6 @@ class PagedManager(ContinuousBatchingManager):  # type: ignore[misc]
 
     def _generation_step(self) -> None:
         """Run a pass over the requests of a batch."""
+        self._require_extended()  # a pause lets another thread change the model while requests wait
         self._declare()
         super()._generation_step()

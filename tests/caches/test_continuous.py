@@ -326,3 +326,24 @@ def test_a_model_whose_attention_a_manager_has_set_is_extended_when_that_is_stop
     manager.start()
     manager.stop()
     ctxext.patch(model, "self_extend", factor=4.0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["yarn", "self_extend"])
+@paged_in_layers
+def test_requests_under_way_do_not_go_on_in_a_model_that_was_unpatched(method: str) -> None:
+    """Their keys have other positions; transformers pauses a manager for changes of its model."""
+    model = ctxext.patch(tiny(), method, factor=4.0)
+    sizes = ContinuousBatchingConfig(**SIZES)
+    manager = model.init_continuous_batching(generation_config=SETTINGS, continuous_batching_config=sizes)
+    manager.start()
+    try:
+        request = manager.add_request(PROMPTS[1], max_new_tokens=400, streaming=True)
+        assert not manager.get_result(request, timeout=60).is_finished()
+        with manager.pause():
+            ctxext.unpatch(model)
+        while not (result := manager.get_result(request, timeout=60)).is_finished():
+            pass
+        assert f"while the model was extended by '{method}'" in result.error
+    finally:
+        manager.stop(hard_stop=True)
