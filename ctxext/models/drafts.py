@@ -8,11 +8,13 @@ Source: the fields that transformers 5.24 and vLLM count (vllm/config/speculativ
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
+from ctxext.caches.records import ATTENTION
 from ctxext.core.steps import Moment, Step, Work, register
 from ctxext.core.subject import text_of
+from ctxext.errors import IncompatibleError
 
 COUNTS = ("num_nextn_predict_layers", "num_mtp_layers", "mtp_num_hidden_layers", "num_mtp_modules")
 """Fields of configs that count draft heads."""
@@ -40,4 +42,58 @@ def _note_drafts(work: Work) -> None:
     work.extension = replace(work.extension, notes=(*work.extension.notes, *notes))
 
 
+@dataclass
+class Drafting:
+    """Replacement of ``model._get_candidate_generator`` that lets ``generate(use_mtp=True)`` find the draft heads.
+
+    transformers reads them from the path in the config, where an extension in memory has a sentence, and runs them on
+    the model's own rotary module. ``make`` is an earlier replacement, None without one.
+    """
+
+    model: Any
+    place: str
+    refused: str | None
+    make: Any = None
+
+    def __call__(self, *, generation_config: Any, **kwargs: Any) -> Any:
+        """Make the candidate generator as transformers does.
+
+        Raises:
+            IncompatibleError: for draft heads, if the method gives no fixed positions that they could share.
+        """
+        make = self.make or type(self.model)._get_candidate_generator.__get__(self.model)
+        if not getattr(generation_config, "use_mtp", None):
+            return make(generation_config=generation_config, **kwargs)
+        if self.refused is not None:
+            raise IncompatibleError(
+                f"use_mtp=True: draft heads rotate as transformers does, which method {self.refused!r} does not. "
+                f"Generate without use_mtp."
+            )
+        config, said = self.model.config, self.model.config._name_or_path
+        config._name_or_path = self.place
+        try:
+            return make(generation_config=generation_config, **kwargs)
+        finally:
+            config._name_or_path = said
+
+
+def _find_drafts(work: Work) -> None:
+    """Let ``generate`` build the draft heads of a checkpoint around the model."""
+    model: Any = work.subject.model
+    is_other = work.method.dynamic or work.subject.text._attn_implementation == ATTENTION
+    place, made = model.config._name_or_path, vars(model).get("_get_candidate_generator")
+    drafting = Drafting(model, place, work.method.name if is_other else None, made)
+    work.edits.set(model, "_get_candidate_generator", drafting)
+
+
 register(Step(Moment.MODULES, _note_drafts, applies=lambda work: not work.sides))
+register(
+    Step(
+        Moment.MODULES,
+        _find_drafts,
+        applies=lambda work: (
+            getattr(work.subject.text, "num_mtp_layers", None)
+            and hasattr(work.subject.model, "_get_candidate_generator")
+        ),
+    )
+)

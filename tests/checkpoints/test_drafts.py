@@ -10,11 +10,12 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+from transformers import AutoConfig, GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, modeling_layers
 
 import ctxext
 from ctxext.checkpoints.export import export_config
 from ctxext.checkpoints.load import extended_config
+from ctxext.errors import IncompatibleError
 from ctxext.methods.yarn import YaRN
 from ctxext.models.drafts import draft_heads
 from ctxext.runtimes import RUNTIMES
@@ -152,3 +153,34 @@ def test_assisted_generation_is_greedy_decoding_across_the_border(method: str) -
     assert alike < plain <= 60
     other = ctxext.patch(tiny(seed=1, max_position_embeddings=32), method, target_length=4 * TRAINED_LENGTH)
     assert taken(assistant_model=other) <= 60
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not hasattr(modeling_layers, "MtpModel"), reason="this transformers has no draft heads")
+@pytest.mark.parametrize("kind", ["deepseek_v3", "glm4_moe"])
+def test_generate_drafts_with_the_heads_of_the_checkpoint(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """transformers reads them from the path in the config, of which an extension in memory makes a sentence."""
+    read, place = list[str](), "somebody/a-model-with-heads"
+
+    def heads_of(model: Any, **_: Any) -> Any:
+        read.append(model.config.name_or_path)
+        return modeling_layers.MtpModel(model, 1).eval()
+
+    monkeypatch.setattr(modeling_layers.MtpModel, "from_pretrained", heads_of)
+    how = {"max_new_tokens": 8, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    model, prompt = tiny(kind, num_nextn_predict_layers=1), tokens(80)
+    model.config._name_or_path = place
+    with ctxext.patched(model, "yarn", factor=4.0):
+        said = model.config.name_or_path
+        expected = model.generate(prompt, **how)
+        assert torch.equal(model.generate(prompt, use_mtp=True, **how), expected)
+        assert model.config.name_or_path == said != place
+        assert torch.equal(model.generate(prompt, prompt_lookup_num_tokens=3, **how), expected)
+    assert read == [place]
+    for method, more in (("self_extend", {"window": 16}), ("dynamic_ntk", {"growth": "request"})):
+        with ctxext.patched(model, method, factor=4.0, **more):
+            with pytest.raises(IncompatibleError, match=f"^use_mtp=True: draft heads rotate .* '{method}' does not"):
+                model.generate(prompt, use_mtp=True, **how)
+            expected = model.generate(prompt, **how)
+            assert torch.equal(model.generate(prompt, prompt_lookup_num_tokens=3, **how), expected)
+    assert "_get_candidate_generator" not in vars(model)
