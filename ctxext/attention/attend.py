@@ -336,9 +336,9 @@ def try_install(rebuild: Rebuild, place: RotaryPlace) -> Tried:
 
 
 def _paths(decoder: nn.Module) -> list[str]:
-    """Return the paths of a decoder's attention layers."""
-    layers = attention_layers(decoder)
-    return [path for path, module in decoder.named_modules() if any(module is layer for layer in layers)]
+    """Return the paths of a decoder's attention layers, without what ``torch.compile`` puts around a layer."""
+    layers, modules = attention_layers(decoder), decoder.named_modules()
+    return [path.replace("_orig_mod.", "") for path, module in modules if any(module is layer for layer in layers)]
 
 
 @dataclass

@@ -265,3 +265,18 @@ def test_a_device_without_float64_is_refused_when_a_model_is_extended_and_when_i
         logits(model, tokens(100))
     with pytest.raises(IncompatibleError, match=r"float64, which cpu lacks\. Move the model"):
         ctxext.patch(tiny(model_type), method, factor=4.0, trained_length=TRAINED_LENGTH)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", [{"method": "self_extend"}, {"method": "retrieval_heads", "heads": [0, 3]}], ids=str)
+def test_layers_that_are_compiled_one_by_one_are_remapped(how: dict[str, Any]) -> None:
+    """A wrapper around each is in the paths of what it contains."""
+    expected = logits(ctxext.patch(tiny(), factor=4.0, window=16, **how), tokens())
+    model: Any = tiny()
+    for index, layer in enumerate(model.model.layers):
+        model.model.layers[index] = torch.compile(layer, backend="eager")
+    try:
+        ctxext.patch(model, factor=4.0, window=16, **how)
+        torch.testing.assert_close(logits(model, tokens()), expected, atol=1e-4, rtol=0)
+    finally:
+        torch._dynamo.reset()
