@@ -132,8 +132,9 @@ def fit_to_lengths(
         more = request if rule.by_request else ""
         raise IncompatibleError(
             f"Method {rule.method.name!r} gives a sequence of {length} tokens other positions than its {before} cached "
-            f"tokens{'' if known is None else description}. model.generate() recomputes the cache, unless PEFT put a "
-            f"learned prompt into it; in your own loop, call the model on the whole sequence without a cache.{more}"
+            f"tokens{'' if known is None else description}. The patched model's generate() recomputes the cache, "
+            f"unless PEFT put a learned prompt into it. In your own loop, call the model on the whole sequence without "
+            f"a cache.{more}"
         )
     cached_as = None if known is None else known.of(row, rows)  # what a row keeps that has padding alone in this call
     note_fitted_lengths(row, [max(fitted_lengths, default=rule.trained_length if cached_as is None else cached_as)])

@@ -274,3 +274,12 @@ def test_an_equal_pair_of_sets_follows_no_length() -> None:
     assert not static.dynamic
     model = ctxext.patch(tiny(), static)
     assert "forward" not in vars(model)
+
+
+@pytest.mark.parametrize("growth", ["exact", "request"])
+def test_a_part_that_is_patched_alone_is_refused_by_the_generate_of_the_whole(growth: str) -> None:
+    """Which recomputes nothing, as it knows of no positions that follow a length."""
+    model = tiny()
+    ctxext.patch(model.model, "dynamic_ntk", factor=4.0, growth=growth)
+    with pytest.raises(IncompatibleError, match=r"The patched model's generate\(\) recomputes the cache"):
+        model.generate(tokens(TRAINED_LENGTH - 2), **GREEDY)
