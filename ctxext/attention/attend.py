@@ -84,6 +84,16 @@ class LayerCall(NamedTuple):
     dropout: float = 0.0
     given: Mapping[str, Any] = {}
 
+    @property
+    def disputed_window(self) -> str | None:
+        """The windows that the layer and its mask tell, where they differ; None if they agree."""
+        if self.mask.window == self.window:
+            return None
+        return (
+            f"{type(self.module).__name__} calls attention with a window of {self.window} tokens under a mask of "
+            f"{self.mask.window} (None means all). ctxext's attention cannot tell which of them holds"
+        )
+
     def call(self, layout: Layout | None = None, **changes: Any) -> Call:
         """Return the call of a backend, with tensors in the dtype of autocast; on all keys of the text by itself."""
         layout = self.mask.layout if layout is None else layout
@@ -249,6 +259,7 @@ class TriedLayer:
         window: tokens that a query sees, of the mask or of the layer; None for all.
         keys: the keys, without data; layers that share theirs get one tensor.
         arguments: names of further arguments of the attention function that hold something.
+        disputed: the windows of the layer and of its mask, where they differ.
     """
 
     checks_window: ClassVar[bool] = False
@@ -257,12 +268,14 @@ class TriedLayer:
     key_heads: int = 0
     keys: Tensor | None = None
     arguments: frozenset[str] = frozenset()
+    disputed: str | None = None
     calls: int = 0
 
     def __call__(self, layer: LayerCall) -> Tensor:
         self.mask, self.keys, self.key_heads = layer.mask, layer.k, layer.k.shape[1]
         self.window, self.calls = layer.window if self.mask.window is None else self.mask.window, self.calls + 1
         self.arguments = frozenset(name for name, value in layer.given.items() if value is not None)
+        self.disputed = layer.disputed_window
         return layer.q.new_empty(*layer.q.shape[:-1], layer.v.shape[-1])
 
     @property
@@ -306,6 +319,8 @@ class Tried:
         for layer in self.layers.values():
             if layer.mask is not None and layer.mask.refusal:
                 return layer.mask.refusal.rstrip(".")
+            if layer.disputed:
+                return layer.disputed
             if unknown := layer.arguments - KNOWN_ARGUMENTS:
                 return f"its attention computes with {min(unknown)}, which no backend supports"
         if not self.silent:

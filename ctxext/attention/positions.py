@@ -351,15 +351,13 @@ def _attention(
         count = ctxext_layout.layout.batch
         query, key, value = (x.view(x.shape[1], count, -1, x.shape[3]).transpose(0, 1) for x in (query, key, value))
     mask = layout_of(attention_mask if ctxext_layout is None else ctxext_layout)
-    if ctxext_layout is None and mask.window != sliding_window and getattr(attend, "checks_window", True):
-        raise IncompatibleError(
-            f"{type(module).__name__} calls attention with a window of {sliding_window} tokens under a mask of "
-            f"{mask.window} (None means all). ctxext's attention cannot tell which of them holds."
-        )
     given = {**options, "dropout": dropout, "scaling": scaling}  # for the model's own attention function
     if sliding_window is not None:
         given["sliding_window"] = sliding_window
-    out = attend(LayerCall(query, key, value, mask, module, scale, sliding_window, dropout, given))
+    call = LayerCall(query, key, value, mask, module, scale, sliding_window, dropout, given)
+    if ctxext_layout is None and getattr(attend, "checks_window", True) and (disputed := call.disputed_window):
+        raise IncompatibleError(f"{disputed}.")
+    out = attend(call)
     return out.transpose(1, 2).contiguous().view(rows, tokens, heads, -1), None
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 import ctxext
-from ctxext.errors import BackendUnavailableError
+from ctxext.errors import BackendUnavailableError, IncompatibleError
 from ctxext.kernels import BACKENDS, flex
 from tests._models import tiny, tokens
 from tests.walk.tiny import TRAINED_LENGTH
@@ -114,6 +114,15 @@ def test_a_kernel_that_is_compiled_for_a_length_refuses_to_decode() -> None:
     for way in ({}, {"cache_implementation": "static", "disable_compile": True}, {"prefill_chunk_size": 16}):
         with pytest.raises(BackendUnavailableError, match=r"whenever the number of keys changes\. These can: sdpa"):
             model.generate(tokens(40), max_new_tokens=12, **way)
+
+
+def test_a_layer_and_a_mask_that_tell_different_windows_are_refused_before_the_first_call() -> None:
+    """The code of Qwen2-MoE makes masks of a window, and does not tell attention about it."""
+    model = tiny("qwen2_moe", use_sliding_window=True, sliding_window=16, max_window_layers=4)
+    before = run(model, tokens(40))
+    with pytest.raises(IncompatibleError, match=r"window of None tokens under a mask of \d+ \(None means all\)"):
+        ctxext.patch(model, "alibi", factor=2.0)
+    assert torch.equal(run(model, tokens(40)), before)
 
 
 def _trains(model: PreTrainedModel, backend: str) -> bool:
