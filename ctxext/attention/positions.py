@@ -69,7 +69,7 @@ def _layout_mask(
     refusal = None
     if use_vmap and not sees_both_ways:
         refusal = OWN_MASK
-    elif not allow_is_causal_skip and not sees_both_ways and _sees_ahead(mask_function, slots):
+    elif not allow_is_causal_skip and not sees_both_ways and _sees_ahead(mask_function, slots, local_size):
         refusal = SEES_AHEAD  # transformers does not guarantee a plain causal mask here
     call = current.call
     if call is None and refusal and local_size is None:  # the decoder would make a causal mask itself
@@ -126,15 +126,18 @@ def _on_one_axis(position_ids: Tensor | None) -> Tensor | None:
     """Return positions as ``[rows, tokens]``, also for models that count time, height and width separately."""
     if position_ids is None or position_ids.ndim == 2:
         return position_ids
-    if not torch.compiler.is_compiling() and not bool((position_ids == position_ids[:1]).all()):
-        raise IncompatibleError(
-            f"position_ids {tuple(position_ids.shape)} count along {position_ids.shape[0]} axes that differ, as in a "
-            f"text with an image or a video. ctxext's attention has one distance between two tokens, so the patched "
-            f"model reads text only. Unpatch the model for such inputs."
-        )
+    agree = (position_ids == position_ids[:1]).all()
+    if torch.compiler.is_compiling():
+        torch._assert_async(agree, SEVERAL_AXES)  # a graph cannot branch on it
+    elif not bool(agree):
+        raise IncompatibleError(SEVERAL_AXES)
     return position_ids[0]
 
 
+SEVERAL_AXES = (
+    "position_ids count along several axes that differ, as in a text with an image or a video. ctxext's attention has "
+    "one distance between two tokens, so the patched model reads text only. Unpatch the model for such inputs."
+)
 OWN_MASK = (
     "Its attention hides or shows tokens by a mask function of the model's own, which ctxext's attention by positions "
     "cannot express."
@@ -154,19 +157,28 @@ def _apart(layout: Layout, mask_function: Callable[..., Any]) -> dict[str, Any]:
     return {"mask_function": shown, "allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
 
 
-def _sees_ahead(mask_function: Callable[..., Any], slots: _Slots) -> bool:
+def _sees_ahead(mask_function: Callable[..., Any], slots: _Slots, window: int | None) -> bool:
     """Return whether a token may see its successor, under another rule than that all tokens see all others.
 
     Prefixes, image blocks and two-sided windows let tokens see later ones. A token that sees further ahead sees the
-    next token too, so it is enough to check neighbours.
+    next token too, so it is enough to check neighbours. A graph cannot return it, and asserts that none does, but for
+    layers of a window, which may be left alone.
     """
-    if mask_function is causal_mask_function or torch.compiler.is_compiling():
+    compiling = torch.compiler.is_compiling()
+    if mask_function is causal_mask_function or slots.key < 2 or (compiling and window is not None):
         return False
-    device = torch.device("cpu" if slots.device is None or torch.device(slots.device).type == "meta" else slots.device)
-    tokens = torch.arange(slots.query, device=device) + int(slots.q_offset)
-    tokens = tokens[(tokens + 1 >= slots.kv_offset) & (tokens + 1 < slots.kv_offset + slots.key)][None]
+    device, offset = slots.device, slots.q_offset
+    if not compiling:
+        device, offset = "cpu" if device is None or torch.device(device).type == "meta" else device, int(offset)
+    tokens = torch.arange(slots.query, device=device)[None] + offset
+    inside = (tokens + 1 >= slots.kv_offset) & (tokens + 1 < slots.kv_offset + slots.key)
+    tokens = torch.where(inside, tokens, slots.kv_offset)
     rows = torch.arange(slots.batch, device=device)[:, None]
-    return bool(tokens.numel()) and bool(mask_function(rows, torch.zeros_like(rows), tokens, tokens + 1).any())
+    ahead = (mask_function(rows, torch.zeros_like(rows), tokens, tokens + 1) & inside).any()
+    if compiling:
+        torch._assert_async(~ahead, f"{SEES_AHEAD} {UNPATCH}")
+        return False
+    return bool(ahead)
 
 
 def _layout(slots: _Slots, attention_mask: Tensor | None, position_ids: Tensor | None) -> Layout:

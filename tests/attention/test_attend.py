@@ -16,6 +16,7 @@ import ctxext
 from ctxext.attention import attend
 from ctxext.errors import IncompatibleError, PatchStateError
 from tests._models import FALCON, logits, qwen2_vl, tiny, tokens
+from tests._programs import ROOT, ran
 from tests.walk.tiny import TRAINED_LENGTH
 
 
@@ -129,8 +130,14 @@ def test_positions_along_several_axes_are_refused_where_they_differ() -> None:
     image = torch.tensor([[7, *[5] * 16, 8]])
     inputs = torch.cat([tokens(20), image, tokens(20)], dim=1)
     arguments = {"pixel_values": torch.randn(64, 96), "image_grid_thw": torch.tensor([[1, 8, 8]])}
-    with pytest.raises(IncompatibleError, match=r"count along 3 axes that differ.*image"):
+    with pytest.raises(IncompatibleError, match=r"count along several axes that differ.*image"):
         logits(model, inputs, mm_token_type_ids=(inputs == 5).long(), **arguments)
+
+
+@pytest.mark.nightly
+def test_what_positions_and_masks_tell_of_images_ends_a_graph() -> None:
+    """In a process of its own: the checker of shapes that tests run under cannot be compiled."""
+    ran(["-m", "tests.contracts.compiled_remap_program", "images"], ROOT, code=0)
 
 
 def in_calls(model: Any, cache: Any, ids: Tensor, keep: Tensor, positions: Tensor, *lengths: int) -> Tensor:

@@ -1,4 +1,4 @@
-"""Run by test_held and test_caches in a process of its own: steps as one graph, and whole texts around theirs.
+"""Run by tests in a process of its own: steps as one graph, and whole texts around theirs.
 
 A graph replays what it captured, so that numbers are compared at every token across the borders of a method, after the
 cache lost tokens, got its rows in another order, and began another text; shapes would stay right where these go wrong.
@@ -11,10 +11,11 @@ from functools import partial
 from typing import Any
 
 import torch
-from transformers import CompileConfig, DynamicCache, StaticCache
+from transformers import AutoModelForImageTextToText, CompileConfig, DynamicCache, StaticCache
 
 import ctxext
-from tests._models import logits, tiny, tokens
+from tests._models import logits, qwen2_vl, tiny, tokens
+from tests.walk.tiny import tiny_config, tiny_model
 
 METHODS: dict[str, dict[str, Any]] = {
     "self_extend": {"window": 16, "temperature": "logn"},
@@ -119,6 +120,30 @@ def texts() -> None:
     refused(ctxext.patch(tiny(attention_dropout=0.1), "self_extend", factor=4, window=16).train(), tokens(3))
 
 
+def images() -> None:
+    """Read text alone in a graph, and hear of what tells an image, which a graph cannot branch on."""
+    model, places = ctxext.patch(qwen2_vl(), "alibi", factor=4.0), torch.arange(40).expand(3, 1, -1).clone()
+    compiled = torch.compile(model, backend="eager")
+    torch.testing.assert_close(logits(compiled, tokens(40), position_ids=places), logits(model, tokens(40)))
+    places[1:, :, 20:] -= 4
+    ended(compiled, "count along several axes that differ", position_ids=places)
+    model = tiny_model(tiny_config("paligemma"), loader=AutoModelForImageTextToText)
+    compiled = torch.compile(ctxext.patch(model, "alibi", factor=4.0), backend="eager")
+    kinds = {"token_type_ids": torch.ones_like(tokens(40))}
+    torch.testing.assert_close(logits(compiled, tokens(40), **kinds), logits(model, tokens(40), **kinds))
+    ended(compiled, "neither causal nor full here", token_type_ids=torch.zeros_like(tokens(40)))
+
+
+def ended(compiled: Any, why: str, **arguments: torch.Tensor) -> None:
+    """Hear the assertion of a graph."""
+    said = "the graph ran to its end"
+    try:
+        logits(compiled, tokens(40), **arguments)
+    except RuntimeError as error:
+        said = str(error)
+    assert why in said, said
+
+
 def refused(model: Any, ids: torch.Tensor) -> None:
     """Hear why a call is not one graph."""
     torch._dynamo.reset()
@@ -130,8 +155,10 @@ def refused(model: Any, ids: torch.Tensor) -> None:
     assert "ctxext: attention in pieces reads the values of position_ids" in said, said
 
 
+MODES = {"texts": texts, "growing": growing, "generated": generated, "images": images}
+
 if __name__ == "__main__":
     for name in sys.argv[1:]:
         torch._dynamo.reset()
         torch._dynamo.utils.counters.clear()
-        {"texts": texts, "growing": growing, "generated": generated}.get(name, partial(steps, name))()
+        MODES.get(name, partial(steps, name))()
