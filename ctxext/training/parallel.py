@@ -81,6 +81,7 @@ def require_carried(subject: Subject, accelerator: Any, *, lengths: Collection[i
             f"fsdp_state_dict_type {plugin.state_dict_type.name} leaves the adapter in pieces, and no file of it would "
             f"be saved. Set it to FULL_STATE_DICT, as recipes/accelerate/fsdp2.yaml does."
         )
+    # Only a table of which some rows are trained has hooks on a weight itself, which a weight in its place would lack.
     ours = [name for name, weight in subject.model.named_parameters() if weight._backward_hooks]
     if ours and (plugin is not None or accelerator.distributed_type == "DEEPSPEED"):
         raise IncompatibleError(

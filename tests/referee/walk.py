@@ -491,8 +491,10 @@ class Walk:
             thread.join()
 
         handle = self._layer().register_forward_pre_hook(hook)
-        self.read(text, self.chance.choice([1, 12]))
-        handle.remove()
+        try:
+            self.read(text, self.chance.choice([1, 12]))
+        finally:
+            handle.remove()
         if failures:
             raise Wrong(f"in a thread: {failures[0][-300:]}")
 
