@@ -28,10 +28,10 @@ ROOMS = [
 
 # What a change may not exceed: the figures of ``scripts/house.py``, rounded up. Lower each when its figure falls.
 CEILINGS = {
-    "tokens of code": 368_954,
-    "lines that the first patch loads": 9_143,
+    "tokens of code": 371_266,
+    "lines that the first patch loads": 9_231,
     "files that the first patch loads": 47,
-    "lines of the core": 4_895,
+    "lines of the core": 4_898,
     "files of the core": 22,
     "long functions without a comment": 0,
     "stiff constructions": 254,
@@ -44,13 +44,13 @@ CEILINGS = {
     "lines of __all__": 0,
     "lines of JSON in ctxext/": 326,
     "lines of scripts/": 5_753,
-    "lines of tests/": 53_764,
+    "lines of tests/": 54_377,
     "lines to read: add a frequency method": 1_280,
     "lines to read: mend a defect of unpatch": 1_651,
     "lines to read: add a family": 1_785,
-    "lines to read: mend a defect of caches": 2_603,
+    "lines to read: mend a defect of caches": 2_613,
     "lines to read: add a column to the perplexity report": 1_314,
-    "look-ups of the base model and its text config": 77,
+    "look-ups of the base model and its text config": 78,
     "parameters of the widest command": 5,
 }
 # The ceilings count so many methods. Each further method, with its tests and its line of listed.json, may add ROOM.

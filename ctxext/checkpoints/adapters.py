@@ -224,7 +224,7 @@ def _name_base(directory: Path, base: Any) -> None:
     """Name the base model in the model card that PEFT has written, where its config has a sentence now."""
     for place in (directory, directory.parent):  # the card of an adapter with a name is in the folder above
         path = place / "README.md"
-        # That of the folder above may be of a whole project, and no card.
+        # The README of the folder above may belong to a whole project.
         if path.is_file() and EXTENDED_IN_MEMORY.partition(":")[0].encode() in path.read_bytes():
             card = ModelCard.load(path)
             if card.data.get("base_model") == EXTENDED_IN_MEMORY:

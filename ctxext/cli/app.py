@@ -68,7 +68,7 @@ def main(version: Annotated[bool, Option("--version", help="Print the version an
     if version:
         typer.echo(__version__)
         raise typer.Exit()
-    # What an encoding lacks (×, ±, a name), or what is not in it, becomes a question mark.
+    # Characters that an encoding lacks (×, ±, a name), and bytes outside it, become question marks.
     for stream in (sys.stdin, sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")

@@ -84,7 +84,7 @@ def ask(
     [bold]Example[/]: ctxext ask demo -t src/ "Which function parses the command line?"
     """
     replace(extension, sliding_window=None).require_method()  # the method that is advised may need that choice
-    # A space at the end would be a token that no text has there; of what is not UTF-8, no tokenizer takes halves.
+    # A space at the end would be a token that no text has there. Tokenizers refuse bytes that are not UTF-8.
     said = [one for one in (question, *(asked.more or ())) if one is not None]
     questions = [one.encode(errors="replace").decode().rstrip() for one in said]
     if "" in questions:

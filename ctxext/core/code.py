@@ -38,7 +38,7 @@ def _is_of_a_model(home: str) -> bool:
 def names_of(kind: type) -> Mapping[str, Any]:
     """Return the names in the modules of a class and of its bases; names of the class take precedence.
 
-    They are no copy: torch.compile puts names of its own there while it traces, and would find others at a second try.
+    The modules are not copied: torch.compile puts names there while it traces, and finds others at its second try.
     """
     return ChainMap(*(vars(sys.modules[base.__module__]) for base in own_bases(kind)))
 

@@ -49,7 +49,7 @@ def refuse_trained(checkpoint: str, sources: Sequence[str], split: str | None) -
 
 
 def refuse_shared(sources: Sequence[str], split: str | None, learned: Sequence[str], learned_split: str | None) -> None:
-    """Refuse texts to measure on that are among those of the same run to learn from.
+    """Refuse texts to measure on that the same run learns from.
 
     Raises:
         InvalidParameterError: as ``refuse_trained``.

@@ -215,7 +215,7 @@ def merged(adapted: Any) -> PreTrainedModel:
 
 
 def _is_trained_whole(module: nn.Module) -> bool:
-    """Return whether PEFT trains a copy of a module, beside the module itself."""
+    """Return whether PEFT trains a copy of a module and keeps the module."""
     return hasattr(module, "modules_to_save") and hasattr(module, "original_module")
 
 

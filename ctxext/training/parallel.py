@@ -81,7 +81,7 @@ def require_carried(subject: Subject, accelerator: Any, *, lengths: Collection[i
             f"fsdp_state_dict_type {plugin.state_dict_type.name} leaves the adapter in pieces, and no file of it would "
             f"be saved. Set it to FULL_STATE_DICT, as recipes/accelerate/fsdp2.yaml does."
         )
-    # Only a table of which some rows are trained has hooks on a weight itself, which a weight in its place would lack.
+    # Only a table that trains some of its rows hooks a weight itself, and an engine's weight would lack that hook.
     ours = [name for name, weight in subject.model.named_parameters() if weight._backward_hooks]
     if ours and (plugin is not None or accelerator.distributed_type == "DEEPSPEED"):
         raise IncompatibleError(
