@@ -360,7 +360,7 @@ def encoding_digest(subject: Subject) -> str | None:
     digest = hashlib.sha256()
     for name in sorted(weights):
         whole = weights[name].detach().cpu().contiguous()
-        digest.update(name.encode() + whole.view(torch.uint8).numpy().tobytes())
+        digest.update(name.encode() + whole.reshape(-1).view(torch.uint8).numpy().tobytes())
     return digest.hexdigest() if weights else None
 
 

@@ -147,7 +147,8 @@ def test_an_encoding_of_another_shape(plain: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_trained_and_resumed_by_the_trainer(plain: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("method", ["t5_bias", "fire"])  # fire has weights without dimensions
+def test_trained_and_resumed_by_the_trainer(method: str, plain: Path, tmp_path: Path) -> None:
     """A checkpoint of the Trainer carries the encoding, and is resumed into it, or not at all."""
 
     def trainer(model: Any, steps: int) -> Trainer:
@@ -155,14 +156,14 @@ def test_trained_and_resumed_by_the_trainer(plain: Path, tmp_path: Path) -> None
         rows = [{"input_ids": row, "labels": row} for row in tokens(20, 2)]
         return Trainer(model, arguments, train_dataset=rows, callbacks=[ExtensionCallback()])
 
-    model = wrapped_then_patched(base_of(plain), "t5_bias")  # whose encoding is trained, too
+    model = wrapped_then_patched(base_of(plain), method)  # whose encoding is trained, too
     trainer(model, 1).train()
     checkpoint = tmp_path / "run" / "checkpoint-1"
     loaded = ctxext.load(checkpoint, is_trainable=True)
     assert torch.equal(logits(loaded.eval(), tokens()), logits(model.eval(), tokens()))
     trainer(loaded, 2).train(resume_from_checkpoint=str(checkpoint))
     with pytest.raises(PatchStateError, match=r"other weights in its encoding.*ctxext\.load\("):
-        trainer(wrapped_then_patched(base_of(plain), "t5_bias"), 2).train(resume_from_checkpoint=str(checkpoint))
+        trainer(wrapped_then_patched(base_of(plain), method), 2).train(resume_from_checkpoint=str(checkpoint))
 
 
 @pytest.mark.nightly
