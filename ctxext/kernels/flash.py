@@ -86,7 +86,7 @@ class _FlashFamily(AttentionBackend):
         if need.order == "external" and (need.window is not None or need.cached):
             return "a sharded layout is square and has no window."
         if need.softcap is not None and need.dropout:
-            return "with a soft cap it has no attention dropout. Set attention_dropout to 0."
+            return "with a soft cap it has no attention dropout. Load the model with attention_dropout=0.0."
         return self.lacks(need)
 
     @abstractmethod
@@ -214,7 +214,7 @@ class _Columned(_FlashFamily):
             why = f" ({COLUMNS} of them carry ALiBi, which this version has no kernel for)" if need.biased else ""
             return f"head dimensions must be multiples of 8 up to {self.widest_for(need)}, found {wide}{why}."
         if need.dropout:
-            return "it has no attention dropout. Set attention_dropout to 0."
+            return "it has no attention dropout. Load the model with attention_dropout=0.0."
         return None
 
     @abstractmethod

@@ -46,7 +46,7 @@ class Flex(AttentionBackend):
         if need.device == "cpu" and need.cached:
             return "on CPU it compiles for about 10 s whenever the number of keys changes."
         if need.dropout:
-            return "FlexAttention has no attention dropout. Set attention_dropout to 0."
+            return "FlexAttention has no attention dropout. Load the model with attention_dropout=0.0."
         if need.order == "external":
             return "it masks by itself, but under this layout an engine around the kernel does."
         if need.dtype == torch.float64:
