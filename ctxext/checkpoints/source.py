@@ -325,19 +325,27 @@ def adapter_on_hub(path: StrPath, loading: LoadingOptions) -> tuple[StrPath, Loa
     Any other path stays as it is, and so do the arguments of ``from_pretrained``.
 
     Raises:
-        CheckpointError: the adapter cannot be downloaded.
+        CheckpointError: the hub cannot be asked, or the adapter cannot be downloaded.
     """
     name = os.fspath(path)
     refuse_missing(name)
     if os.path.exists(name) or loading.get("gguf_file"):
         return path, loading
     where = {key: loading[key] for key in (*OF_REPOSITORY, *OF_DOWNLOAD) if loading.get(key) is not None}
-    quiet = {f"_raise_exceptions_for_{what}": False for what in ("missing_entries", "connection_errors", "gated_repo")}
+    missing = {"_raise_exceptions_for_missing_entries": False}
+    here = {**where, **missing, "local_files_only": True, "_raise_exceptions_for_connection_errors": False}
     try:
-        if cached_file(name, "config.json", **where, **quiet) or not cached_file(name, ADAPTER_FILE, **where, **quiet):
+        if cached_file(name, "config.json", **here):
             return path, loading
-    except (OSError, HTTPError):  # who reads the config next says why there is nothing
-        return path, loading
+        if not cached_file(name, ADAPTER_FILE, **here):
+            try:
+                cached_file(name, "config.json", **where)
+                return path, loading
+            except OSError as error:  # transformers names a cause, unless the repository lacks the file
+                if error.__cause__ is not None or not cached_file(name, ADAPTER_FILE, **where, **missing):
+                    raise
+    except (OSError, HTTPError) as error:
+        raise CheckpointError(_unreadable(path, error)) from error
     inside = where.pop("subfolder", "")
     wanted = [f"{inside}/{files}".removeprefix("/") for files in ("adapter_*", "ctxext_*", "tokenizer*", "*.jinja")]
     try:
