@@ -44,7 +44,7 @@ CEILINGS = {
     "lines of __all__": 0,
     "lines of JSON in ctxext/": 326,
     "lines of scripts/": 5_753,
-    "lines of tests/": 54_378,
+    "lines of tests/": 54_379,
     "lines to read: add a frequency method": 1_280,
     "lines to read: mend a defect of unpatch": 1_651,
     "lines to read: add a family": 1_785,

@@ -79,7 +79,7 @@ class Sdpa(AttentionBackend):
 
     def why_not(self, need: Need) -> str | None:
         if need.dropout and need.device == "cpu":
-            return "its CPU kernel has no dropout. Load the model with attention_dropout=0.0, or use 'reference'."
+            return "its CPU kernel has no attention dropout. Load with attention_dropout=0.0, or use 'reference'."
         if need.biased and need.device == "mps":
             return "it computes ALiBi columns in float64, which MPS does not have."
         if need.lse and (need.device not in ("cpu", "cuda") or (need.device == "cuda" and need.dtype == torch.float64)):

@@ -30,6 +30,7 @@ def test_steps_run_in_the_order_of_their_moments_whatever_was_imported_first() -
         ("MODULES", "caches.generation"),
         ("MODULES", "checkpoints.limits"),
         ("MODULES", "models.drafts"),
+        ("MODULES", "models.drafts"),
         ("REPLICAS", "core.override"),
         ("REPLICAS", "core.override"),
         ("CONFIG", "checkpoints.limits"),
