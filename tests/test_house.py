@@ -28,7 +28,7 @@ ROOMS = [
 
 # What a change may not exceed: the figures of ``scripts/house.py``, rounded up. Lower each when its figure falls.
 CEILINGS = {
-    "tokens of code": 371_327,
+    "tokens of code": 371_326,
     "lines that the first patch loads": 9_231,
     "files that the first patch loads": 47,
     "lines of the core": 4_898,
@@ -44,7 +44,7 @@ CEILINGS = {
     "lines of __all__": 0,
     "lines of JSON in ctxext/": 326,
     "lines of scripts/": 5_753,
-    "lines of tests/": 54_379,
+    "lines of tests/": 54_384,
     "lines to read: add a frequency method": 1_280,
     "lines to read: mend a defect of unpatch": 1_651,
     "lines to read: add a family": 1_785,

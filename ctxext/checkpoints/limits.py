@@ -163,7 +163,7 @@ def _raise_generation(work: Work) -> None:
     transformers saves settings with faults, as of many published checkpoints, only where they are as they were loaded.
     """
     settings: Any = work.subject.model.generation_config
-    is_as_loaded = getattr(settings, LOADED, None) is not None and getattr(settings, LOADED) == hash(settings)
+    is_as_loaded = getattr(settings, LOADED, None) == hash(settings)
     work.edits.set(settings, "max_length", _written(work).target_length)
     if is_as_loaded:
         work.edits.set(settings, LOADED, hash(settings))

@@ -334,6 +334,7 @@ def adapter_on_hub(path: StrPath, loading: LoadingOptions) -> tuple[StrPath, Loa
     where = {key: loading[key] for key in (*OF_REPOSITORY, *OF_DOWNLOAD) if loading.get(key) is not None}
     missing = {"_raise_exceptions_for_missing_entries": False}
     here = {**where, **missing, "local_files_only": True, "_raise_exceptions_for_connection_errors": False}
+    here["force_download"] = False
     try:
         if cached_file(name, "config.json", **here):
             return path, loading

@@ -54,7 +54,7 @@ def refuse_shared(sources: Sequence[str], split: str | None, learned: Sequence[s
     Raises:
         InvalidParameterError: as ``refuse_trained``.
     """
-    for source, other in _shared(sources, split, learned, learned_split):
+    for source, other in _shared(sources, split, record_of(learned, learned_split)["sources"], learned_split):
         raise InvalidParameterError(
             f"evaluation.text {source} is trained on: data.train names {other}. A loss measured there tells nothing; "
             f"give another text or split."
@@ -65,7 +65,7 @@ def _shared(
     measured: Sequence[str], split: str | None, learned: Sequence[str], learned_split: str | None
 ) -> Iterator[tuple[str, str]]:
     """Yield the pairs of sources, the measured one first, that share texts as far as their paths and splits tell."""
-    for source, other in itertools.product(map(_absolute, measured), map(_absolute, learned)):
+    for source, other in itertools.product(map(_absolute, measured), learned):
         if _are_same(Path(source), split, Path(other), learned_split):
             yield source, other
 

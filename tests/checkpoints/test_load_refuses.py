@@ -248,15 +248,20 @@ def test_a_method_of_ones_own_has_to_be_registered_before_its_checkpoint_is_load
 def test_a_connection_that_fails_meanwhile(plain: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Such an error of huggingface_hub is none of the operating system's."""
 
-    def broken(*_: Any, **__: Any) -> Any:
+    calls: list[dict[str, Any]] = []
+
+    def broken(*_: Any, **how: Any) -> Any:
+        calls.append(how)
         raise HTTPError("the connection broke")
 
     monkeypatch.setattr(hub, "is_offline_mode", lambda: True)  # no revision is asked for
     monkeypatch.setattr(hub, "hf_hub_download", broken)
     monkeypatch.setattr(source, "snapshot_download", broken)
     asked = "There is no directory someone/model. The hub did not give it either: "
-    with pytest.raises(CheckpointError, match=asked):
-        ctxext.load("someone/model", "yarn", factor=4)
+    for forced in ({}, {"force_download": True}):
+        with pytest.raises(CheckpointError, match=asked):
+            ctxext.load("someone/model", "yarn", factor=4, **forced)
+    assert not any(how.get("force_download") and how.get("local_files_only") for how in calls), "the hub takes one only"
     with pytest.raises(CheckpointError, match=f"{asked}the connection broke"):
         patch_checkpoint("someone/model", tmp_path / "long", "yarn", factor=4)
     with pytest.raises(CheckpointError, match="someone/model has no tokenizer that can be read: the connection broke"):
