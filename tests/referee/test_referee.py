@@ -27,8 +27,10 @@ def test_each_pair_of_values_and_most_of_values_and_operations(share: int) -> No
 
 
 @pytest.mark.parametrize("entry", kept(), ids=lambda entry: entry["found"][:40])
-def test_what_was_found_stays_right(entry: dict[str, Any]) -> None:
+def test_what_was_found_stays_right(entry: dict[str, Any], request: pytest.FixtureRequest) -> None:
     """A known failure, which has an issue, fails still: take the issue away once it is mended."""
+    if "compiled" in dict(entry["point"].operations):
+        request.getfixturevalue("_without_checker")
     assert (verdict(entry["point"]) is None) == (entry.get("issue") is None), entry["point"]
 
 
