@@ -38,7 +38,7 @@ def command(stage: str, number: int, parts: int) -> list[str]:
     times = ["--part", f"{number}/{parts}", "--times", f"runs/night-{number}-of-{parts}.json"]
     seed = ["--seed", str(number * 1_000_000)] if parts > 1 else []
     modules = {
-        # With the check of every argument's type and shape, as pytest by itself.
+        # With the check of types and shapes, as pytest by itself.
         "tests": ["pytest", "tests", "-n", "2", "--dist", "loadscope", *times],
         "referee": ["tests.referee", "--minutes", f"{30 / parts:g}", *seed],
         "walk": ["tests.walk.run", "--jobs", "2"],

@@ -35,4 +35,4 @@ esac
 "$venv/bin/python" -m pip install --quiet --constraint "$constraints" torch "$transformers"
 "$venv/bin/python" -m pip install --quiet --constraint "$constraints" --editable "${wanted[@]}"
 "$venv/bin/python" -c 'import torch, transformers; print("transformers", transformers.__version__, "torch", torch.__version__)'
-"$venv/bin/python" -m pytest -n 2 -m "not nightly" "$@"
+"$venv/bin/python" -m pytest -n 2 --dist loadscope -o addopts="-q --strict-markers" -m "not nightly" "$@"

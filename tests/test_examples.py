@@ -78,8 +78,9 @@ def test_a_script_runs(script: Path, place: Path) -> None:
 
 
 @pytest.mark.nightly
-@each
+@pytest.mark.parametrize("script", [ROOT / "examples" / "patch_and_generate.py"], ids=["patch_and_generate"])
 def test_a_notebook_runs(script: Path, place: Path) -> None:
+    """One: the cells of each are its script, as a test above says."""
     notebook = nbformat.read(script.with_suffix(".ipynb"), as_version=4)
     NotebookClient(notebook, timeout=3600, resources={"metadata": {"path": str(place)}}).execute()
     printed = "".join(output.get("text", "") for cell in notebook.cells for output in cell.get("outputs", ()))
