@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from accelerate import cpu_offload
 from transformers import EsmConfig, EsmForMaskedLM
 
 import ctxext
@@ -96,7 +95,9 @@ def test_frequencies_of_another_model_are_refused(other: str) -> None:
 def test_an_offloaded_model_keeps_the_frequencies_that_it_gets(offload_buffers: bool) -> None:
     """A hook that brings buffers too would bring the plain ones."""
     model, live = esm(), ctxext.patch(esm(), "pi", factor=FACTOR)
-    cpu_offload(model, execution_device=torch.device("cpu"), offload_buffers=offload_buffers)
+    pytest.importorskip("accelerate").cpu_offload(
+        model, execution_device=torch.device("cpu"), offload_buffers=offload_buffers
+    )
     if offload_buffers:
         with pytest.raises(IncompatibleError, match=r"of this esm are offloaded\. .* without offload_buffers"):
             ctxext.patch(model, "pi", factor=FACTOR)
