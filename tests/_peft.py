@@ -14,6 +14,8 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 from transformers.integrations.peft import MIN_PEFT_VERSION
 
+import ctxext
+
 TOO_OLD = Version(peft.__version__) < Version(MIN_PEFT_VERSION)
 
 through_transformers = pytest.mark.skipif(
@@ -45,3 +47,19 @@ def shake(model: nn.Module) -> None:
         for parameter in model.parameters():
             if parameter.requires_grad:
                 parameter.add_(torch.randn_like(parameter), alpha=0.1)
+
+
+EXTENSION = {"method": "yarn", "factor": 4}
+
+
+def extended(model: Any, **more: Any) -> Any:
+    """Return the model, extended."""
+    return ctxext.patch(model, **EXTENSION, **more)
+
+
+def trained(model: Any, config: Any = None) -> Any:
+    """The model with an adapter that changes its logits, as training would leave it."""
+    torch.manual_seed(2)
+    adapted = peft.get_peft_model(model, config or lora())
+    shake(adapted)
+    return adapted.eval()

@@ -1,4 +1,4 @@
-"""PEFT adapters: their directory holds no config of the base model, so the extension is a file next to them."""
+"""Write and read PEFT adapters: their directory has no config of the base, so the extension is a file next to them."""
 
 from __future__ import annotations
 
@@ -11,25 +11,24 @@ import json
 import os
 import tempfile
 import weakref
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 from huggingface_hub import ModelCard
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ctxext.checkpoints.encodings import encoding_weights
 from ctxext.core.edits import Edits
-from ctxext.core.patching import patched_state
-from ctxext.core.saved import checked_extension, differences
+from ctxext.core.saved import checked_extension
 from ctxext.core.scaling import published_json, published_text
 from ctxext.core.steps import Moment, Step, register
 from ctxext.core.subject import EXTENDED_IN_MEMORY, Subject, text_of, unwrapped
-from ctxext.errors import CheckpointError, CtxextError, IncompatibleError, InvalidParameterError, require_package
+from ctxext.errors import CheckpointError, IncompatibleError, require_package
 from ctxext.files import JsonObject, StrPath, hidden_beside, read_json, write_whole
 from ctxext.methods.encoding import ENCODING
 from ctxext.rope_types import GUARD as CONFIG_GUARD
@@ -50,8 +49,6 @@ SENTENCE = (
 )
 GUARDED_FIELDS = ("peft_type", "init_lora_weights")
 HOOK = "ctxext_adapters"
-# Ending of LoRA's weights, the side that is the layer's, and names of that width: of linear layers, and of GPT-2's.
-WIDTHS = ((".lora_A.weight", 1, ("in_features", "nx")), (".lora_B.weight", 0, ("out_features", "nf")))
 CONVERSION = "supports_lora_conversion"  # what PEFT asks every layer of an adapter that it converts
 
 
@@ -100,38 +97,15 @@ class SavedAdapter:
     Args:
         extension: the extension of its model; empty for none.
         config: its PEFT config, as it was before it was marked.
-        encoding: weights of the model's encoding that the adapter's own file lacks, by name; None if none were saved.
+        encoding: weights of the model's encoding that the adapter's own file lacks, by name.
         trained: names of the weights in ``encoding`` that were trained with the adapter.
     """
 
     directory: Path
     extension: JsonObject
     config: Any
-    encoding: dict[str, Tensor] | None
+    encoding: dict[str, Tensor] = field(default_factory=dict)
     trained: tuple[str, ...] = ()
-
-    def lacks(self, model: nn.Module) -> str | None:
-        """Return the name of an encoding's weight on ``model`` that was not saved with the adapter; None if all were.
-
-        Raises:
-            CheckpointError: if a saved weight has another shape, or cannot be read.
-        """
-        wanted, beside = encoding_weights(model), self.encoding or {}
-        shapes = {name: tuple(weight.shape) for name, weight in beside.items()}
-        if any(name not in wanted or shape != tuple(wanted[name].shape) for name, shape in shapes.items()):
-            raise CheckpointError(
-                f"{self.directory / ENCODING_FILE} does not fit the encoding of this {type(model).__name__}. It is "
-                f"another adapter's; copy the one that was saved with this."
-            )
-        path = self.directory / ADAPTER_WEIGHTS
-        try:
-            with safe_open(path, "pt") as file:
-                own = list(file.keys())
-        except SafetensorError as error:
-            raise CheckpointError(f"{path} cannot be read: {error}. Copy it again.") from error
-        return next(
-            (name for name in wanted if name not in beside and not any(key.endswith(f".{name}") for key in own)), None
-        )
 
 
 @dataclass(eq=False)
@@ -461,7 +435,7 @@ def read_extension(directory: Path, *, plain: bool = False, base: StrPath | nn.M
             f"ctxext.save."
         )
     if not is_extended:
-        return SavedAdapter(directory, carried or {}, _peft_config(directory, directory), None)
+        return SavedAdapter(directory, carried or {}, _peft_config(directory, directory))
     saved = read_beside(path)
     if {field for field in GUARDED_FIELDS if _is_guarded(adapter.get(field))} != saved["guarded"].keys():
         raise CheckpointError(
@@ -474,7 +448,7 @@ def read_extension(directory: Path, *, plain: bool = False, base: StrPath | nn.M
         config = _peft_config(restored, directory)
     extension = checked_extension(saved["extension"], str(path))
     if "encoding" not in saved:
-        return SavedAdapter(directory, extension, config, None)
+        return SavedAdapter(directory, extension, config)
     return SavedAdapter(directory, extension, config, _read_encoding(directory), tuple(saved["encoding"]["trained"]))
 
 
@@ -521,170 +495,6 @@ def _read_encoding(directory: Path) -> dict[str, Tensor]:
     except SafetensorError as error:
         raise CheckpointError(f"{path} cannot be read: {error}. Copy it again.") from error
     return weights
-
-
-def put_adapter(
-    model: nn.Module, adapter: SavedAdapter, edits: Edits | None = None, *, drawn: bool, **arguments: Any
-) -> Any:
-    """Put a saved adapter, and the encoding that was saved with it, on a model that is extended alike.
-
-    A PEFT model gets one more adapter. ``drawn`` says that the encoding of ``model`` was drawn at random, and belongs
-    to no adapter yet. Without ``edits``, changes made here are undone with the extension of ``model``.
-
-    Returns:
-        A ``peft.PeftModel`` around ``model``, or ``model`` itself where it is one.
-
-    Raises:
-        CheckpointError: if the model is extended otherwise than the one that the adapter was trained on; or if the
-            encoding was not saved with the adapter, or differs from the encoding of the model's adapters.
-        IncompatibleError: if weights of the model are on a disk, or PEFT refuses the adapter.
-        InvalidParameterError: if the model has an adapter of this name.
-    """
-    from peft import PeftMixedModel, PeftModel
-
-    subject = Subject.of(model)
-    base = subject.model
-    if "disk" in (getattr(base, "hf_device_map", None) or {}).values():
-        raise IncompatibleError(
-            f"This {type(base).__name__} has weights on a disk, which PEFT cannot put an adapter on. Load it with "
-            f"another device_map, such as 'cpu'."
-        )
-    if edits is None:
-        edits = Edits() if (state := patched_state(base)) is None else state.edits
-    if adapter.extension and (different := differences(adapter.extension, subject.saved)):
-        raise CheckpointError(
-            f"The adapter in {adapter.directory} was trained on another extension than this {type(base).__name__} has: "
-            f"{different}. Extend it the same way first, with ctxext.patch."
-        )
-    adapted = next((outer for outer in subject.wrappers if isinstance(outer, PeftModel | PeftMixedModel)), None)
-    name = arguments.pop("adapter_name", "default")
-    there = getattr(base if adapted is None else adapted, "peft_config", {})
-    if name in there:
-        raise InvalidParameterError(
-            f"This {type(model).__name__} has an adapter {name!r} already. Give the new one another name: "
-            f"adapter_name=..."
-        )
-    if (lacking := adapter.lacks(base)) is not None and drawn:
-        raise CheckpointError(
-            f"The adapter in {adapter.directory} was saved without the weights of its encoding ({lacking}), and this "
-            f"base has none either. Give the base that it was trained on, with base=..."
-        )
-    known, beside = encoding_weights(base), adapter.encoding or {}
-    if there and any(not torch.equal(known[key].cpu(), weight.to(known[key].dtype)) for key, weight in beside.items()):
-        raise CheckpointError(
-            f"The encoding saved with the adapter in {adapter.directory} has other weights than this model, whose own "
-            f"adapters need them. Load it onto a model of its own."
-        )
-    # PEFT changes the model before it reads the weights, so sizes are compared first.
-    _require_sizes(base, adapter.directory)
-    try:
-        if adapted is None:
-            outer = PeftModel.from_pretrained(
-                model, adapter.directory, adapter_name=name, config=adapter.config, **arguments
-            )
-            subject = replace(subject, wrappers=(outer, *subject.wrappers))
-        else:
-            outer = model
-            _add_adapter(adapted, adapter, name, **arguments)
-    except (CtxextError, torch.OutOfMemoryError):
-        raise
-    except (RuntimeError, ValueError) as error:  # of sizes, of names of modules, of two kinds of adapters
-        why = " ".join(str(error).split())[:300]
-        raise IncompatibleError(
-            f"PEFT does not put the adapter in {adapter.directory} on this {type(base).__name__}: {why}"
-        ) from error
-    reader = outer if adapted is None else adapted
-    keep_biases(reader)
-    # Only now do the names of PEFT's layers exist to compare with the file's; a bad adapter is taken out again.
-    if (unreached := _unreached(reader, adapter.directory, name)) is not None:
-        take_out(reader, name, is_last=adapted is None)
-        raise CheckpointError(
-            f"The adapter in {adapter.directory} does not fit this {type(base).__name__}: {unreached}. Give the base, "
-            f"and the class (auto_class), that it was trained on, or mend {ADAPTER_FILE}."
-        )
-    with torch.no_grad():
-        for key, weight in beside.items():
-            known[key].copy_(weight)
-    if arguments.get("is_trainable"):
-        for key in adapter.trained:
-            known[key].requires_grad_()
-    keep_extension(subject, edits)
-    return outer
-
-
-def take_out(model: Any, name: str, *, is_last: bool) -> None:
-    """Take an adapter out of a PEFT model, with its layers; a learned prompt has put none into the model inside."""
-    if not is_last:
-        model.delete_adapter(name)
-    elif hasattr(model, "unload"):
-        model.unload()
-
-
-def keep_biases(adapted: nn.Module) -> None:
-    """Give trained heads that share an embedding's weights their biases, which PEFT leaves out of such layers."""
-    for module in adapted.modules():
-        bias: Any = getattr(getattr(module, "original_module", None), "bias", None)
-        for trained in getattr(module, "modules_to_save", {}).values() if bias is not None else ():
-            if trained.bias is None:
-                del trained.bias
-                trained.register_buffer("bias", bias.detach())  # no parameter, which PEFT would train at will
-
-
-def _require_sizes(base: nn.Module, directory: Path) -> None:
-    """Refuse an adapter whose weights are of other sizes than a model's, before PEFT changes the model."""
-    modules = dict(base.named_modules())
-    # ZeRO-3 leaves no numbers in a weight, and keeps its size in ``ds_shape``.
-    sizes = {name: list(getattr(weight, "ds_shape", weight.shape)) for name, weight in base.named_parameters()}
-    with safe_open(directory / ADAPTER_WEIGHTS, "pt") as file:
-        for key in file.keys():  # noqa: SIM118 - the file is not a dict
-            name, found = key.removeprefix("base_model.model."), file.get_slice(key).get_shape()
-            if sizes.get(name, found) != found:
-                raise CheckpointError(
-                    f"The adapter in {directory} holds {name} of size {found}, and this {type(base).__name__} has "
-                    f"{sizes[name]}. Give the base that it was trained on; one with other tokens takes "
-                    f"model.resize_token_embeddings({found[0]}) first."
-                )
-            for ending, side, widths in (each for each in WIDTHS if name.endswith(each[0])):
-                layer = modules.get(name.removesuffix(ending))
-                width = next((known for known in (getattr(layer, each, None) for each in widths) if known), None)
-                if isinstance(width, int) and width != found[side]:
-                    raise CheckpointError(
-                        f"The adapter in {directory} holds {name} of size {found}, and this {type(base).__name__} has "
-                        f"{widths[0]}={width} there. Give the base that it was trained on."
-                    )
-
-
-def _unreached(adapted: Any, directory: Path, name: str) -> str | None:
-    """Say which weights of an adapter found no place in a model, or which it lacks; names of no module do no harm."""
-    from peft.utils import get_peft_model_state_dict
-
-    with safe_open(directory / ADAPTER_WEIGHTS, "pt") as file:
-        stored = set(file.keys())
-    held = set(get_peft_model_state_dict(adapted, adapter_name=name, save_embedding_layers=False))
-    lost, lacking = stored - held - adapted.state_dict().keys(), held - stored
-    # Experts have other names in the file of an older transformers, and PEFT gives them patterns.
-    for what, keys in (("it has no place for", lost), ("the adapter lacks", lacking)):
-        if keys := {key for key in keys if "expert" not in key}:
-            return f"{what} {min(keys)} ({len(keys)} of {len(stored)} weights)"
-    paths = getattr(adapted.base_model, "targeted_parameter_names", ())
-    for entry in getattr(adapted.peft_config[name], "target_parameters", None) or ():  # experts, passed over above
-        if "gate_up_proj" not in entry and not any(f".{path}".endswith(f".{entry}") for path in paths):
-            return f"nothing of it is named {entry} (target_parameters)"
-    return None
-
-
-def _add_adapter(model: Any, adapter: SavedAdapter, name: str, *, is_trainable: bool = False, **arguments: Any) -> None:
-    """Give a PEFT model one more adapter, as PEFT's ``load_adapter`` does with an unmarked adapter."""
-    adapter.config.inference_mode = not is_trainable
-    of_layers = {key: arguments[key] for key in ("low_cpu_mem_usage", "autocast_adapter_dtype") if key in arguments}
-    model.add_adapter(name, adapter.config, **of_layers)
-    try:
-        model.load_adapter(adapter.directory, name, is_trainable=is_trainable, **arguments)
-    except BaseException:
-        model.delete_adapter(name)
-        raise
-    if is_trainable:
-        model.set_requires_grad(name)
 
 
 register(Step(Moment.SAVING, lambda work: keep_extension(work.subject, work.edits)))

@@ -18,14 +18,8 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from ctxext.attention.encodings import with_encodings
-from ctxext.checkpoints.adapters import (
-    SavedAdapter,
-    base_of,
-    is_adapter,
-    put_adapter,
-    read_extension,
-    take_out,
-)
+from ctxext.checkpoints.adapt import put_adapter, take_out
+from ctxext.checkpoints.adapters import SavedAdapter, base_of, is_adapter, read_extension
 from ctxext.checkpoints.classes import config_of, meta_model, model_class
 from ctxext.checkpoints.encodings import encoding_weights
 from ctxext.checkpoints.source import (

@@ -23,7 +23,8 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from ctxext.checkpoints.adapters import keep_biases, keep_extension, put_adapter, read_extension
+from ctxext.checkpoints.adapt import keep_biases, put_adapter
+from ctxext.checkpoints.adapters import keep_extension, read_extension
 from ctxext.core.code import own_bases, source_of
 from ctxext.core.edits import Edits
 from ctxext.core.subject import Subject

@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 import torch
-from accelerate import dispatch_model
 from huggingface_hub import ModelCard
 from peft import (
     AdaLoraConfig,
@@ -32,47 +31,19 @@ from peft import (
     save_as_lora,
 )
 from peft.utils.hotswap import hotswap_adapter
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 import ctxext
 from ctxext.checkpoints import adapters
-from ctxext.checkpoints.adapters import EXTENSION_FILE, SENTENCE
+from ctxext.checkpoints.adapters import ADAPTER_WEIGHTS, EXTENSION_FILE, SENTENCE
 from ctxext.errors import CheckpointError, IncompatibleError, InvalidParameterError, PatchStateError, VerificationError
 from ctxext.training.lora import attach_lora, reattach_lora
 from tests._checkpoints import contents
 from tests._models import logits, tiny, tokens
-from tests._peft import ALL, base_of, lora, refusal, shake, through_transformers
+from tests._peft import ALL, EXTENSION, base_of, extended, lora, refusal, shake, through_transformers, trained
 from tests.walk.check import State
 from tests.walk.tiny import TRAINED_LENGTH
-
-EXTENSION, WEIGHTS = {"method": "yarn", "factor": 4}, "adapter_model.safetensors"
-
-
-def extended(model: Any, **more: Any) -> Any:
-    return ctxext.patch(model, **EXTENSION, **more)
-
-
-def trained(model: Any, config: Any = None) -> Any:
-    """The model with an adapter that changes its logits, as training would leave it."""
-    torch.manual_seed(2)
-    adapted = get_peft_model(model, config or lora())
-    shake(adapted)
-    return adapted.eval()
-
-
-@pytest.fixture(scope="module")
-def saved(plain: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Tensor]:
-    """An adapter saved with its extension, to be copied, and the logits of its model."""
-    directory, model = tmp_path_factory.mktemp("adapters") / "adapter", trained(extended(base_of(plain)))
-    ctxext.save(model, directory)
-    return directory, logits(model, tokens())
-
-
-@pytest.fixture
-def adapter(saved: tuple[Path, Tensor], tmp_path: Path) -> tuple[Path, Tensor]:
-    """A copy of the adapter that a test may change, and the logits of its model."""
-    return shutil.copytree(saved[0], tmp_path / "adapter"), saved[1]
 
 
 @pytest.mark.slow
@@ -150,7 +121,7 @@ DAMAGED: dict[str, tuple[Callable[[Path, Path], object], str]] = {
         rf"is an adapter without {EXTENSION_FILE}: .* PeftModel\.",
     ),
     "pickled": (
-        lambda directory, _: (directory / WEIGHTS).rename(directory / "adapter_model.bin"),
+        lambda directory, _: (directory / ADAPTER_WEIGHTS).rename(directory / "adapter_model.bin"),
         r"has no adapter_model\.safetensors; ctxext reads adapters",
     ),
 }
@@ -225,53 +196,11 @@ def test_a_base_whose_windows_were_treated_otherwise(tmp_path: Path) -> None:
         reattach_lora(other, tmp_path / "adapter")
 
 
-def test_onto_a_model_in_memory(adapter: tuple[Path, Tensor], plain: Path) -> None:
-    directory, expected = adapter
-    base = extended(base_of(plain))
-    loaded = ctxext.load(directory, base=base, adapter_name="again")
-    assert loaded.get_base_model() is base
-    assert list(loaded.peft_config) == ["again"]
-    assert torch.equal(logits(loaded, tokens()), expected)
-    with pytest.raises(CheckpointError, match=r"has: method 'yarn' there, not extended here\. Extend it the same way"):
-        ctxext.load(directory, base=base_of(plain))
-    with pytest.raises(InvalidParameterError, match=r"dtype: base is a model in memory, which is loaded already"):
-        ctxext.load(directory, base=base, dtype=torch.bfloat16)
-    for wrong in (nn.Linear(2, 2), nn.Sequential(nn.Embedding(2, 2)), nn.ModuleList([base])):  # which holds one
-        with pytest.raises(IncompatibleError, match=rf"extends transformers models; found {type(wrong).__name__}"):
-            ctxext.load(directory, base=wrong)
-    with pytest.raises(InvalidParameterError, match=r"base=LlamaForCausalLM is for adapters"):
-        ctxext.load(plain, base=base)
-
-
 def test_a_base_in_memory_has_no_report_of_another_model(adapter: tuple[Path, Tensor], plain: Path) -> None:
     base, report = ctxext.load(plain, "yarn", factor=4, output_loading_info=True)
     assert "missing_keys" in report
     _, report = ctxext.load(adapter[0], base=base, output_loading_info=True)
     assert report == {}
-
-
-@pytest.mark.slow
-def test_hooks_that_peft_takes_off_an_offloaded_base_keep_the_extension(plain: Path, tmp_path: Path) -> None:
-    """A method that follows the length stands in place of a forward, around which accelerate has put a hook."""
-    method = {"method": "dynamic_ntk", "factor": 4}
-    model = trained(ctxext.patch(base_of(plain), **method))
-    ctxext.save(model, tmp_path)
-    names = ("model.embed_tokens", "model.layers", "model.norm", "model.rotary_emb", "lm_head")  # as "auto" has them
-    base = dispatch_model(base_of(plain), dict.fromkeys(names, "cpu"), force_hooks=True)
-    ctxext.patch(base, **method)
-    assert torch.equal(logits(ctxext.load(tmp_path, base=base), tokens()), logits(model, tokens()))
-
-
-def test_weights_on_a_disk_are_refused(adapter: tuple[Path, Tensor], plain: Path, tmp_path: Path) -> None:
-    """PEFT would move the weights that are not there to whatever device there is."""
-    offloaded: dict[str, Any] = {"device_map": {"": "disk"}, "offload_folder": tmp_path}
-    with pytest.raises(IncompatibleError, match="weights on a disk, which PEFT cannot put"):
-        ctxext.load(adapter[0], **offloaded)
-    base = ctxext.load(plain, **EXTENSION, **offloaded)
-    expected = logits(base, tokens())
-    with pytest.raises(IncompatibleError, match="weights on a disk"):
-        ctxext.load(adapter[0], base=base)
-    assert torch.equal(logits(base, tokens()), expected)
 
 
 @pytest.mark.slow
@@ -366,72 +295,6 @@ def test_hotswapping_is_refused(adapter: tuple[Path, Tensor], plain: Path) -> No
     with pytest.raises(KeyError, match=re.escape(SENTENCE)):
         hotswap_adapter(model, str(adapter[0]), "default")
     assert torch.equal(logits(model, tokens()), before)
-
-
-def whole(model: Any) -> Any:
-    return model
-
-
-def inner(model: Any) -> Any:
-    return model.get_base_model()
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("given", [whole, inner], ids=lambda given: given.__name__)
-def test_a_second_adapter_on_a_model_in_memory(given: Callable[[Any], Any], plain: Path, tmp_path: Path) -> None:
-    expected = {}
-    for name, targets in (("first", ALL), ("second", ["q_proj", "down_proj"])):
-        model = trained(extended(base_of(plain)), LoraConfig(task_type="CAUSAL_LM", target_modules=targets))
-        model.save_pretrained(tmp_path / name)
-        expected[name] = logits(model, tokens())
-    model = ctxext.load(tmp_path / "first", adapter_name="first")
-    both = ctxext.load(tmp_path / "second", base=given(model), adapter_name="second")
-    if given is not inner:
-        assert model.active_adapter == "first"  # as PEFT's load_adapter leaves it
-        assert torch.equal(logits(both, tokens()), expected["first"])
-        for name in expected:
-            model.set_adapter(name)
-            assert torch.equal(logits(both, tokens()), expected[name])
-        model.save_pretrained(tmp_path / "both")
-        for name in expected:
-            assert torch.equal(logits(ctxext.load(tmp_path / "both" / name), tokens()), expected[name])
-    both.set_adapter("second")
-    assert torch.equal(logits(both, tokens()), expected["second"])
-    for name in ("first", "second"):
-        with pytest.raises(InvalidParameterError, match=f"has an adapter '{name}' already"):
-            ctxext.load(tmp_path / "second", base=given(model), adapter_name=name)
-
-
-@pytest.mark.slow
-def test_a_second_adapter_to_be_trained(adapter: tuple[Path, Tensor]) -> None:
-    model = ctxext.load(adapter[0])
-    assert ctxext.load(adapter[0], base=model, adapter_name="second", is_trainable=True) is model
-    trainable = {name for name, weight in model.named_parameters() if weight.requires_grad}
-    assert trainable
-    assert all(".second." in name for name in trainable)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("cast", [True, False])
-def test_a_second_adapter_has_the_dtype_of_the_first(cast: bool, adapter: tuple[Path, Tensor]) -> None:
-    """PEFT's add_adapter and load_adapter both cast, the first by default."""
-    model = ctxext.load(adapter[0], dtype=torch.bfloat16, autocast_adapter_dtype=cast)
-    ctxext.load(adapter[0], base=model, adapter_name="second", autocast_adapter_dtype=cast)
-    weights = [(name, weight.dtype) for name, weight in model.named_parameters() if ".lora_" in name]
-    for adapted in (".default.", ".second."):
-        dtypes = {dtype for name, dtype in weights if adapted in name}
-        assert dtypes == {torch.float32 if cast else torch.bfloat16}, adapted
-
-
-@pytest.mark.slow
-def test_a_second_adapter_that_cannot_be_read_leaves_nothing(adapter: tuple[Path, Tensor], tmp_path: Path) -> None:
-    model = ctxext.load(adapter[0])
-    shutil.copytree(adapter[0], tmp_path / "torn")
-    weights = tmp_path / "torn" / WEIGHTS
-    weights.write_bytes(weights.read_bytes()[:100])
-    with pytest.raises(CheckpointError, match=r"adapter_model\.safetensors cannot be read"):
-        ctxext.load(tmp_path / "torn", base=model, adapter_name="second")
-    assert list(model.peft_config) == ["default"]
 
 
 @pytest.mark.nightly
