@@ -10,48 +10,29 @@ tokens and the others the last 256, the second half of six texts lost 0.24 nats 
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import math
-from collections.abc import Iterator, Sequence
-from contextvars import ContextVar
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
-from jaxtyping import Float, Int
-from torch import Tensor, nn
-from transformers import AttentionInterface, AttentionMaskInterface
-from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from torch import nn
 
-from ctxext.attention.attend import LayerCall, attention_function, put_in_evaluation
-from ctxext.attention.engines import RemapAttend
+from ctxext.attention.recorder import Recorder, recording
+from ctxext.attention.repetition import Repetition, inductions, probe_texts
 from ctxext.caches.digest import UNKNOWN, is_shared_out, sample
-from ctxext.caches.records import attends_of
-from ctxext.core.edits import Edits
-from ctxext.core.patching import patched_state
-from ctxext.core.rebuild import FAILURES
-from ctxext.core.scaling import stated_length
 from ctxext.core.steps import Moment, Step, Work, register
-from ctxext.core.subject import Subject, shares_heads
-from ctxext.errors import CtxextError, IncompatibleError, InvalidParameterError, PatchStateError, shown
+from ctxext.core.subject import Subject
+from ctxext.errors import IncompatibleError, InvalidParameterError, shown
 from ctxext.files import JsonObject, digest, parse_json, write_json
 from ctxext.methods.retrieval_heads import SHARE, RetrievalHeads
 from ctxext.spec import ExtensionArguments
 from ctxext.version import __version__
 
-RECORDING = "ctxext_heads"
 SEEDS = (0, 1, 2)
-REPEATED = 512  # tokens of the text that is repeated, where the model was trained for twice as many
-LONGEST = 2048  # tokens of a text with needles
-LEAST = 32  # tokens that a model must read
-CHUNK = 256  # queries whose attention weights exist at a time
-# Of needles: what each is called, and of those made of random tokens, how many tokens name one and how many it has.
-PLACES = ("Lisbon", "Cairo", "Oslo", "Lima", "Kyoto", "Dublin", "Nairobi", "Quito")
-NEEDLE = "\n\nThe pass key of {place} is"
-NAMED, HIDDEN = 4, 4
 
 
 @dataclass(frozen=True)
@@ -159,20 +140,6 @@ def best_first(scores: Sequence[float]) -> list[int]:
     return sorted(range(len(scores)), key=lambda group: (-scores[group], group))
 
 
-@dataclass(frozen=True, eq=False)
-class Repetition:
-    """A text that says something again, so that tokens can be copied from the first time.
-
-    Args:
-        queries: positions whose next token can be copied, in ascending order.
-        twins: for each of them the earlier position of the same token; the token after the twin is the one to copy.
-    """
-
-    tokens: Int[Tensor, " tokens"]
-    queries: Int[Tensor, " pairs"]
-    twins: Int[Tensor, " pairs"]
-
-
 def induction_scores(subject: Subject, *, seeds: Sequence[int] = SEEDS, lifted: bool = False) -> HeadScores:
     """Score the groups of a model that is not patched by induction: random tokens, then the same tokens again.
 
@@ -182,10 +149,8 @@ def induction_scores(subject: Subject, *, seeds: Sequence[int] = SEEDS, lifted: 
         IncompatibleError: the model's attention cannot be recorded, or it reads too few tokens.
         PatchStateError: the model is patched.
     """
-    with _recording(subject, lifted=lifted) as recorder:
-        with torch.device("cpu"):  # whatever device is the default
-            texts = {"induction": [_repeated(_Source(subject, seed)) for seed in seeds]}
-        return _scored(recorder, texts, seeds)
+    with recording(subject, lifted=lifted) as recorder:
+        return _scored(recorder, {"induction": inductions(subject, seeds)}, seeds)
 
 
 def heads(model: Any, tokenizer: Any = None, *, text: str | None = None, seeds: Any = SEEDS) -> HeadScores:
@@ -223,83 +188,15 @@ def heads(model: Any, tokenizer: Any = None, *, text: str | None = None, seeds: 
     if text is not None and tokenizer is None:
         raise InvalidParameterError("A text needs the model's tokenizer. Give both, or neither.")
     subject = Subject.of(model)
-    with _recording(subject) as recorder:
-        return _scored(recorder, _probes(subject, tokenizer, text, seeds), seeds, text)
-
-
-@torch.no_grad()
-def retrieval_share(model: Any, *, seed: int = 0) -> float:
-    """Measure the attention that the heads which read far pay to what a text said before, in a model extended by them.
-
-    The induction probe of ``heads`` in one pass, inside the window in which the extension changes nothing.
-
-    Returns:
-        The mean over the groups that read far, from 0 to 1.
-
-    Raises:
-        IncompatibleError: the extension changes texts as short as the probe, or processes share the weights.
-        PatchStateError: the model is not extended by ``retrieval_heads``.
-    """
-    subject, edits = Subject.of(model), Edits()
-    patched = patched_state(subject.model)
-    if patched is None or not isinstance(patched.method, RetrievalHeads):
-        raise PatchStateError(f"This {subject.kind} is not extended by retrieval_heads, so no heads of it read far.")
-    if is_shared_out(subject.model):
-        raise IncompatibleError(
-            "Processes share the weights of this model, and its heads are measured in a whole one. Measure none, or "
-            "take data parallelism (recipes/accelerate/ddp.yaml)."
-        )
-    layers = {layer: by for layer, by in attends_of(subject.model).items() if isinstance(by, RemapAttend)}
-    exact = min(by.exact_length for by in layers.values())
-    if exact < LEAST:
-        raise IncompatibleError(
-            f"This extension changes texts of more than {exact} tokens, and heads are measured where it changes "
-            f"nothing, on {LEAST} or more. Set exact to true and temperature to none, or measure no heads."
-        )
-    recorder = _Recorder(subject, "eager")
-
-    def watched(by: RemapAttend) -> Any:
-        def attend(layer: LayerCall) -> Tensor:
-            recorder.record(layer.module, layer.q, layer.k, layer.v, layer.mask.under("eager"), layer.given)
-            return by(layer)
-
-        return attend
-
-    try:
-        put_in_evaluation(subject.model, edits)
-        for module, by in layers.items():
-            edits.set(module, "_ctxext_attend", watched(by))
-        with torch.device("cpu"):  # whatever device is the default
-            text = _repeated(_Source(subject, seed, exact))
-        recorder.run(text)
-    finally:
-        edits.undo()
-    far: list[Tensor] = []
-    for module, by in layers.items():
-        scores = recorder.layers[module]
-        if by.heads is not None:
-            far.append(scores[list(by.heads.far.numbers)])
-        elif by.kind == "all":
-            far.append(scores)
-    return float(torch.cat(far).mean())
+    with recording(subject) as recorder:
+        return _scored(recorder, probe_texts(subject, tokenizer, text, seeds), seeds, text)
 
 
 def require_scorable(model: Any, tokenizer: Any, *, text: str | None, seeds: Sequence[int]) -> None:
     """Raise what ``heads`` raises before it reads anything; the weights of ``model`` may be missing."""
     subject = Subject.of(model)
-    with _recording(subject):
-        _probes(subject, tokenizer, text, seeds)
-
-
-def _probes(subject: Subject, tokenizer: Any, text: str | None, seeds: Sequence[int]) -> dict[str, list[Repetition]]:
-    """Return the texts of both probes, one for each seed."""
-    with torch.device("cpu"):  # whatever device is the default
-        sources = [_Source(subject, seed) for seed in seeds]
-        texts = {"induction": [_repeated(source) for source in sources]}
-        texts["needle"] = [
-            _random_needles(source) if text is None else _needles_in(text, tokenizer, source) for source in sources
-        ]
-        return texts
+    with recording(subject):
+        probe_texts(subject, tokenizer, text, seeds)
 
 
 def with_heads(subject: Subject, method: RetrievalHeads, *, lifted: bool = False) -> RetrievalHeads:
@@ -359,7 +256,7 @@ def fingerprint_of(model: nn.Module) -> str:
 
 
 def _scored(
-    recorder: _Recorder, texts: dict[str, list[Repetition]], seeds: Sequence[int], text: str | None = None
+    recorder: Recorder, texts: dict[str, list[Repetition]], seeds: Sequence[int], text: str | None = None
 ) -> HeadScores:
     """Read the texts of each probe, and return the mean and the spread of the scores over a probe's texts."""
     probes: dict[str, tuple[float, ...]] = {}
@@ -387,268 +284,6 @@ def _scored(
     return HeadScores(kv_heads, probes, spread, fingerprint_of(recorder.subject.model), made, windowed)
 
 
-class _Source:
-    """Random tokens of a model's vocabulary, each at most once, none of them special.
-
-    Raises:
-        IncompatibleError: the model reads too few tokens, or knows too few.
-    """
-
-    def __init__(self, subject: Subject, seed: int, trained: int | None = None) -> None:
-        text, self.ordinary = subject.text, subject.ordinary_tokens
-        # Many models read a text rightly only behind the token that begins it.
-        first, vocabulary = getattr(text, "bos_token_id", None), getattr(text, "vocab_size", None) or 0
-        self.start = torch.tensor(
-            [first] if isinstance(first, int) and 0 <= first < vocabulary else [], dtype=torch.long
-        )
-        trained = trained or stated_length(text) or 0
-        self.room = (trained if 0 < trained < LONGEST else LONGEST) - len(self.start)
-        self.generator = torch.Generator().manual_seed(seed)
-        if self.room < LEAST - 1 or len(self.ordinary) < LEAST // 2:
-            raise IncompatibleError(
-                f"This {subject.kind} reads {self.room} tokens and knows {len(self.ordinary)} ordinary ones. Heads "
-                f"that retrieve are found on {LEAST} tokens or more, of {LEAST // 2} kinds or more."
-            )
-
-    def draw(self, count: int) -> Int[Tensor, " tokens"]:
-        """Return so many different tokens, or all that there are."""
-        return self.ordinary[torch.randperm(len(self.ordinary), generator=self.generator)[:count]]
-
-
-def _repeated(source: _Source) -> Repetition:
-    """Repeat random tokens: the successor of each is known from the second time on."""
-    tokens = source.draw(min(REPEATED, source.room // 2))
-    first = len(source.start)
-    twins = torch.arange(first, first + len(tokens) - 1)
-    return Repetition(torch.cat([source.start, tokens, tokens]), twins + len(tokens), twins)
-
-
-def _random_needles(source: _Source) -> Repetition:
-    """Hide needles of random tokens between random tokens, about one to 64 tokens."""
-    size = NAMED + HIDDEN
-    count = max(1, min(source.room // 64, len(source.ordinary) // 64))
-    tokens = source.draw(source.room - count * size)
-    facts = [(needle[:NAMED], needle[NAMED:]) for needle in tokens[: count * size].view(count, size)]
-    return _hidden(source, tokens[count * size :], facts, tokens[:0])
-
-
-def _needles_in(text: str, tokenizer: Any, source: _Source) -> Repetition:
-    """Hide pass keys of five digits in a stretch of a text, about one to 512 tokens.
-
-    Raises:
-        InvalidParameterError: the text is too short, or the model reads too few tokens for a needle and its question.
-    """
-
-    def encoded(words: str) -> Int[Tensor, " tokens"]:
-        return torch.tensor(tokenizer(words, add_special_tokens=False).input_ids, dtype=torch.long)
-
-    def drawn(below: int) -> int:
-        return int(torch.randint(below, (1,), generator=source.generator))
-
-    facts = [
-        (encoded(NEEDLE.format(place=place)), encoded(f" {10_000 + drawn(90_000)}"))
-        for place in PLACES[: max(1, source.room // 512)]
-    ]
-    end = encoded(".\n\n")
-    room = source.room - 2 * sum(len(name) + len(key) + len(end) for name, key in facts)
-    letters = 8 * source.room  # more than any stretch of so many tokens has
-    begin = drawn(max(1, len(text) - letters))
-    body = encoded(text[begin : begin + letters])[: max(0, room)]
-    if len(body) < 2 * len(facts):
-        raise InvalidParameterError(
-            f"{len(facts)} needles and their questions leave {room} of {source.room} tokens to the text, which has "
-            f"{len(body)} there. Give a longer text, or none: then needles are random tokens."
-        )
-    return _hidden(source, body, facts, end)
-
-
-def _hidden(source: _Source, body: Tensor, facts: Sequence[Sequence[Tensor]], end: Tensor) -> Repetition:
-    """Put facts between pieces of a text, and say each again at its end in another order."""
-    *pieces, last = body.tensor_split(len(facts) + 1)
-    parts, places = [source.start], []
-    for piece, (name, key) in zip(pieces, facts, strict=True):
-        parts += [piece, name, key, end]
-        places.append(sum(map(len, parts)) - len(end) - len(key) - 1)
-    parts.append(last)
-    queries, twins = [], []
-    for index in torch.randperm(len(facts), generator=source.generator).tolist():
-        name, key = facts[index]
-        asked = torch.arange(len(key))  # from the last token of the name on, each predicts a token of the key
-        queries.append(asked + sum(map(len, parts)) + len(name) - 1)
-        twins.append(asked + places[index])
-        parts += [name, key, end]
-    return Repetition(torch.cat(parts), torch.cat(queries), torch.cat(twins))
-
-
-@dataclass
-class _Recorder:
-    """Attention of a model's layers to what a text said before, summed up while the model reads it.
-
-    Args:
-        own: name of the attention implementation that the model had before.
-        layers: for each attention layer so far, the score of each of its groups; the best of all its calls.
-        windowed: the layers among them that look back over a window only.
-        lifted: True if windows count only where they hide a part of the text.
-    """
-
-    subject: Subject
-    own: str
-    lifted: bool = False
-    text: Repetition | None = None
-    layers: dict[nn.Module, Float[Tensor, " groups"]] = field(default_factory=dict)
-    windowed: set[nn.Module] = field(default_factory=set)
-
-    def run(self, text: Repetition) -> list[Float[Tensor, " groups"]]:
-        """Read a text, and return the scores of each layer's groups.
-
-        Raises:
-            IncompatibleError: no layer calls transformers' attention interface, or the model's code fails.
-        """
-        self.text, self.layers = text, {}
-        model = self.subject.model
-        try:
-            reads: nn.Module = model.get_input_embeddings()
-        except NotImplementedError:  # it reads sound, or has several tables
-            reads = model
-        device = next(reads.parameters()).device
-        try:
-            ids = text.tokens[None].to("cpu" if device.type == "meta" else device)
-            model.base_model(input_ids=ids, use_cache=False)
-        except CtxextError:
-            raise
-        except FAILURES as error:
-            raise IncompatibleError(
-                f"{type(model).__name__} fails on {len(text.tokens)} tokens while ctxext records its attention: "
-                f"{type(error).__name__}: {error}"
-            ) from error
-        if not self.layers or self.windowed == self.layers.keys():
-            raise _not_recorded(self.subject)
-        return list(self.layers.values())
-
-    def record(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any, given: Any) -> None:
-        """Compute the attention of the chosen queries by the model's own eager function, in float32."""
-        text = self.text
-        assert text is not None  # run() has set it
-        tokens, window = len(text.tokens), given.get("sliding_window")
-        if window is not None and not (self.lifted and window >= tokens):
-            # It can read no farther, whatever it has learned.
-            self.layers.setdefault(module, torch.zeros(key.shape[1]))
-            self.windowed.add(module)
-            return
-        if not isinstance(mask, Tensor) or mask.shape[-2:] != (tokens, tokens) or query.shape[2] != tokens:
-            raise IncompatibleError(
-                f"{type(module).__name__} attends to {key.shape[2]} keys of a text of {tokens} tokens, under a mask of "
-                f"its own. ctxext cannot record which heads retrieve there."
-            )
-        keys, values = key.float(), value[..., :1].float()
-        eager = attention_function(module, "eager")
-        total = torch.zeros(query.shape[1], device=query.device)
-        first, last = int(text.queries[0]), int(text.queries[-1])
-        for start in range(first, last + 1, CHUNK):
-            stop = min(start + CHUNK, last + 1)
-            here = (text.queries >= start) & (text.queries < stop)
-            rows = _as_bias(mask[..., start:stop, :])
-            if bool((rows[..., 0, start + 1 :] == 0).any()):
-                raise IncompatibleError(
-                    f"{type(module).__name__} lets tokens see later ones, so it has nothing to retrieve. Heads that "
-                    f"retrieve are found in models that predict the next token."
-                )
-            bias = given.get("position_bias")
-            part = {} if bias is None else {"position_bias": bias[:, :, start:stop]}
-            _, weights = eager(module, query[:, :, start:stop].float(), keys, values, rows, **given | part)
-            at, twins = (text.queries[here] - start).to(weights.device), text.twins[here].to(weights.device)
-            total += weights[0][:, at, twins].float().sum(-1) + weights[0][:, at, twins + 1].float().sum(-1)
-        groups = (total / len(text.queries)).view(key.shape[1], -1).amax(-1).cpu()
-        self.layers[module] = torch.maximum(groups, self.layers.get(module, groups))
-
-
-def _as_bias(mask: Tensor) -> Tensor:
-    """Return a mask in the form that is added to scores, in float32. It has true or 0 for the tokens that are seen."""
-    if mask.dtype != torch.bool:
-        return mask.float()
-    return torch.zeros(mask.shape, device=mask.device).masked_fill(~mask, torch.finfo(torch.float32).min)
-
-
-_recorder: ContextVar[_Recorder | None] = ContextVar("recorder", default=None)
-
-
-@contextlib.contextmanager
-def _recording(subject: Subject, *, lifted: bool = False) -> Iterator[_Recorder]:
-    """Make a model record its attention, in evaluation mode; put everything back at the end.
-
-    Raises:
-        IncompatibleError: the model's attention does not go through transformers' interface, or it has an encoder.
-        PatchStateError: the model is patched.
-    """
-    model = subject.model
-    if patched_state(model) is not None:
-        raise PatchStateError(
-            f"This {type(model).__name__} is extended by ctxext, and its heads are found without that. Call "
-            f"ctxext.unpatch first."
-        )
-    if subject.config.is_encoder_decoder:
-        raise IncompatibleError(
-            f"{type(model).__name__} is an encoder-decoder. Heads that retrieve are found in models that predict the "
-            f"next token of one text."
-        )
-    if shares_heads(model) or is_shared_out(model):
-        raise IncompatibleError(
-            f"Processes share the weights of this {type(model).__name__}, and heads are scored in a whole model. "
-            f"Load it whole to score its heads."
-        )
-    if not type(model)._can_set_attn_implementation():
-        raise _not_recorded(subject)
-    # Other kernels than these two take no mask of all queries and keys, from which the weights are computed.
-    own = subject.text._attn_implementation
-    if own not in ("eager", "sdpa"):
-        own = "sdpa" if model._supports_sdpa else "eager"
-    recorder, edits = _Recorder(subject, own, lifted), Edits()
-    token = _recorder.set(recorder)
-    try:
-        edits.set(subject.text, "_attn_implementation_internal", RECORDING)
-        put_in_evaluation(model, edits)
-        with torch.no_grad(), torch.compiler.set_stance("force_eager"):
-            yield recorder
-    finally:
-        edits.undo()
-        _recorder.reset(token)
-
-
-def _not_recorded(subject: Subject) -> IncompatibleError:
-    return IncompatibleError(
-        f"No attention of {type(subject.model).__name__} reaches beyond a window and goes through transformers' "
-        f"attention interface, so ctxext cannot record which heads retrieve."
-    )
-
-
-def _running() -> _Recorder:
-    recorder = _recorder.get()
-    if recorder is None:
-        raise PatchStateError(
-            f"The attention implementation {RECORDING!r} works inside ctxext.heads only. Choose another by "
-            f"model.set_attn_implementation('sdpa')."
-        )
-    return recorder
-
-
-def _attention(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **given: Any
-) -> tuple[Tensor, Tensor | None]:
-    """Record the attention to what was said before, and compute the layer's output by the model's own attention."""
-    recorder = _running()
-    recorder.record(module, query, key, value, attention_mask, given)
-    own = attention_function(module, recorder.own)
-    result: tuple[Tensor, Tensor | None] = own(module, query, key, value, attention_mask, **given)
-    return result
-
-
-def _mask(**arguments: Any) -> Tensor:
-    """Return the mask that the model's own attention takes, always of all queries and keys."""
-    arguments |= {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
-    mask: Tensor = ALL_MASK_ATTENTION_FUNCTIONS[_running().own](**arguments)
-    return mask
-
-
 def _measure_heads(work: Work) -> None:
     """Complete a method that leaves open which heads read far."""
     assert isinstance(work.method, RetrievalHeads)
@@ -657,5 +292,3 @@ def _measure_heads(work: Work) -> None:
 
 
 register(Step(Moment.WEIGHTS, _measure_heads, applies=lambda work: isinstance(work.method, RetrievalHeads)))
-AttentionInterface.register(RECORDING, _attention)
-AttentionMaskInterface.register(RECORDING, _mask)

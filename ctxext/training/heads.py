@@ -7,7 +7,7 @@ from typing import Any
 from torch import nn
 from transformers import TrainerCallback
 
-from ctxext.attention.heads import retrieval_share
+from ctxext.attention.recorder import retrieval_share
 from ctxext.errors import IncompatibleError
 from ctxext.training.before_after import arithmetic
 from ctxext.training.parallel import launched_parallelism

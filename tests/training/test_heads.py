@@ -10,7 +10,7 @@ import pytest
 from transformers import LlamaForCausalLM
 
 import ctxext
-from ctxext.attention.heads import retrieval_share
+from ctxext.attention.recorder import retrieval_share
 from ctxext.errors import IncompatibleError, InvalidParameterError
 from ctxext.training.heads import SHARE
 from tests.training._recipe import recipe
