@@ -10,7 +10,9 @@ from typing import Any
 import pytest
 from transformers import LlamaConfig, LlamaForCausalLM
 
+import ctxext
 from ctxext.methods import known_methods
+from tests._models import tiny
 from tests._tokenizer import make_tokenizer
 
 TRAINED = 256
@@ -74,3 +76,11 @@ def rewrite(path: Path, change: Callable[[dict[str, Any]], object]) -> None:
     content = json.loads(path.read_text(encoding="utf-8"))
     change(content)
     path.write_text(json.dumps(content), encoding="utf-8")
+
+
+def saved(method: str = "yarn", model_type: str = "llama", base: float = 1e4, **arguments: Any) -> dict[str, Any]:
+    """As it would be read back from a file."""
+    rope = {} if model_type == "bloom" else {"rope_parameters": {"rope_type": "default", "rope_theta": base}}
+    extended = ctxext.patch(tiny(model_type, **rope), method, **({"factor": 4} | arguments))
+    found: dict[str, Any] = json.loads(json.dumps(extended.config.ctxext))
+    return found

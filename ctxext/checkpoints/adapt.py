@@ -12,10 +12,10 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from ctxext.checkpoints.adapters import ADAPTER_FILE, ADAPTER_WEIGHTS, ENCODING_FILE, SavedAdapter, keep_extension
+from ctxext.checkpoints.carried import differences
 from ctxext.checkpoints.encodings import encoding_weights
 from ctxext.core.edits import Edits
 from ctxext.core.patching import patched_state
-from ctxext.core.saved import differences
 from ctxext.core.subject import Subject
 from ctxext.errors import CheckpointError, CtxextError, IncompatibleError, InvalidParameterError
 

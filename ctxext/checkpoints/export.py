@@ -14,21 +14,14 @@ from torch import nn
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from ctxext.checkpoints.adapters import is_adapter
+from ctxext.checkpoints.carried import already_extended, arguments_of, plain_config
 from ctxext.checkpoints.classes import meta_model, model_class
 from ctxext.checkpoints.gguf_file import scaling_in_gguf
 from ctxext.checkpoints.into_gguf import write_into_gguf
 from ctxext.checkpoints.load import extended_config
 from ctxext.checkpoints.source import checked_path, gguf_inside, keeps_old_readers_out, read_any_config
 from ctxext.core.patching import extend
-from ctxext.core.saved import (
-    GUARDED_FIELD,
-    already_extended,
-    arguments_of,
-    plain_config,
-    saved_extension,
-    saved_method,
-    saved_sides,
-)
+from ctxext.core.saved import GUARDED_FIELD, saved_extension, saved_method, saved_sides
 from ctxext.core.scaling import is_windowed, rope_dicts, same_rope, scaling_of
 from ctxext.core.subject import Subject, field_of, text_of
 from ctxext.errors import CheckpointError, IncompatibleError, InvalidParameterError, PatchStateError, refuse_unknown

@@ -13,6 +13,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from ctxext.checkpoints.adapters import EXTENSION_FILE, is_adapter, read_beside
+from ctxext.checkpoints.carried import already_extended, plain_config
 from ctxext.checkpoints.classes import meta_model
 from ctxext.checkpoints.export import exports_of, require_consistent
 from ctxext.checkpoints.source import checked_path, keeps_old_readers_out, read_any_config
@@ -21,15 +22,7 @@ from ctxext.core.edits import own_attributes
 from ctxext.core.patching import describe, patch, unpatch
 from ctxext.core.rebuild import Scalar
 from ctxext.core.rotary import find_sites
-from ctxext.core.saved import (
-    already_extended,
-    arguments_over,
-    checked_extension,
-    describe_saved,
-    plain_config,
-    saved_extension,
-    saved_sides,
-)
+from ctxext.core.saved import arguments_over, checked_extension, describe_saved, saved_extension, saved_sides
 from ctxext.core.scaling import published_json, scaling_of
 from ctxext.core.subject import Subject, text_of
 from ctxext.errors import CheckpointError, CtxextError, IncompatibleError, PatchStateError

@@ -20,6 +20,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from ctxext.attention.encodings import with_encodings
 from ctxext.checkpoints.adapt import put_adapter, take_out
 from ctxext.checkpoints.adapters import SavedAdapter, base_of, is_adapter, read_extension
+from ctxext.checkpoints.carried import already_extended, arguments_of, differences, plain_config
 from ctxext.checkpoints.classes import config_of, meta_model, model_class
 from ctxext.checkpoints.encodings import encoding_weights
 from ctxext.checkpoints.source import (
@@ -41,14 +42,10 @@ from ctxext.core.old_form import drop_old_form
 from ctxext.core.patching import extend, patch, patched_state
 from ctxext.core.rebuild import own_defaults, restoring
 from ctxext.core.saved import (
-    already_extended,
-    arguments_of,
     arguments_over,
     checked_extension,
-    differences,
     extended_texts,
     extensions_in,
-    plain_config,
     saved_extension,
     without_guard,
 )

@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import nn
 
+from ctxext.checkpoints.carried import already_extended
 from ctxext.checkpoints.export import exports_of
 from ctxext.choosing.candidates import Candidate, candidates, distinct
 from ctxext.choosing.halving import Costs, Halving
@@ -16,7 +17,6 @@ from ctxext.choosing.losses import DEPTHS, MeasuredLosses
 from ctxext.choosing.verdict import Choice, RuntimeVerdict, Spent
 from ctxext.core.patching import patched_state
 from ctxext.core.rotary import find_sites
-from ctxext.core.saved import already_extended
 from ctxext.core.subject import Subject
 from ctxext.errors import IncompatibleError, InvalidParameterError, PatchStateError
 from ctxext.evaluation.passkey import make_prompts

@@ -1,4 +1,10 @@
-"""Write the rope fields of transformers 4 into a config as well, where its classes would read the same positions."""
+"""Write the rope fields of transformers 4 into a config as well, where its classes would read the same positions.
+
+transformers 4, and programs written for its configs, read the base from ``rope_theta`` and the scaling from
+``rope_scaling``. If a config has neither, they silently take 10000 and no scaling. So an extended config holds both
+forms if the old one can express the extension, and otherwise a base that no program can compute with.
+transformers 5 gives ``rope_scaling`` precedence, takes the other old fields as defaults, and keeps none.
+"""
 
 from __future__ import annotations
 

@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ctxext.checkpoints.carried import already_extended
 from ctxext.core import patching
 from ctxext.core.architecture import architecture_of
 from ctxext.core.patching import patched_state
-from ctxext.core.saved import already_extended
 from ctxext.core.subject import Subject
 from ctxext.errors import InvalidParameterError
 from ctxext.evaluation.perplexity_result import LENGTH, POSITIONS, PerplexityReading, PerplexityResult, PerplexityScore

@@ -11,10 +11,10 @@ from typing import Any
 
 from torch import nn
 
+from ctxext.checkpoints.carried import already_extended, choices
 from ctxext.core import patching
 from ctxext.core.architecture import architecture_of, trained_length_of
 from ctxext.core.patching import patched_state
-from ctxext.core.saved import already_extended, choices
 from ctxext.core.subject import Subject
 from ctxext.errors import CtxextError, IncompatibleError, InvalidParameterError, UnknownNameError
 from ctxext.files import JsonObject, digest

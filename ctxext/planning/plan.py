@@ -17,9 +17,10 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from ctxext.attention.engines import RemapAttend
 from ctxext.caches.prefix import why_no_prefix
+from ctxext.checkpoints.carried import plain_config
 from ctxext.checkpoints.classes import meta_model
 from ctxext.checkpoints.load import attached
-from ctxext.core.saved import plain_config, saved_extension, saved_method
+from ctxext.core.saved import saved_extension, saved_method
 from ctxext.core.scaling import FOLLOWING, rope_dicts, rope_follows_length, scaling_of, stated_length
 from ctxext.core.subject import Subject, text_of
 from ctxext.errors import IncompatibleError, InvalidParameterError

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
+from ctxext.checkpoints.carried import arguments_of
 from ctxext.checkpoints.load import reads_weights
 from ctxext.core.patching import describe, extend, patch, patched_state, unpatch
-from ctxext.core.saved import arguments_of
 from ctxext.errors import IncompatibleError, InvalidParameterError
 from ctxext.measuring.checkpoint import Checkpoint, load_checkpoint
 from ctxext.methods import Method

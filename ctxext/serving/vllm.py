@@ -23,7 +23,8 @@ from typing import Any
 
 from packaging.version import Version
 
-from ctxext.core.saved import checked_extension, plain_config, saved_method, saved_sides
+from ctxext.checkpoints.carried import plain_config
+from ctxext.core.saved import checked_extension, saved_method, saved_sides
 from ctxext.core.scaling import CHUNKED, heads_of, rope_dicts
 from ctxext.core.stored_form import method_rope_parameters
 from ctxext.core.subject import text_of

@@ -15,8 +15,9 @@ from transformers import TrainerCallback
 from transformers.trainer_callback import ExportableState
 
 from ctxext.checkpoints.adapters import encoding_digest, keep_extension
+from ctxext.checkpoints.carried import differences
 from ctxext.core.edits import Edits
-from ctxext.core.saved import checked_extension, differences
+from ctxext.core.saved import checked_extension
 from ctxext.core.subject import Subject
 from ctxext.errors import CheckpointError, InvalidParameterError, PatchStateError
 from ctxext.files import JsonObject, digest, read_json, write_json

@@ -19,10 +19,10 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForSeq2SeqLM, T5Config, T5EncoderModel
 
 import ctxext
+from ctxext.checkpoints.carried import differences
 from ctxext.checkpoints.export import export
 from ctxext.checkpoints.inspect import inspect_checkpoint
 from ctxext.checkpoints.write import patch_checkpoint
-from ctxext.core.saved import differences
 from ctxext.errors import IncompatibleError, InvalidParameterError, PatchStateError
 from tests._famous import FAMOUS
 from tests._models import both_sides, on_recent, tiny, tokens
