@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ctxext.caches.call import SharedForward
+from ctxext.caches.digest import shares_heads
 from ctxext.caches.layout_mask import LayoutMask
 from ctxext.caches.records import ATTENTION
 from ctxext.core.code import names_of
@@ -22,7 +23,7 @@ from ctxext.core.replaced import original_twin
 from ctxext.core.rotary import UNSEEN, RotaryPlace
 from ctxext.core.scaling import heads_of
 from ctxext.core.steps import ExtendedPart, register_description
-from ctxext.core.subject import Subject, shares_heads
+from ctxext.core.subject import Subject
 from ctxext.errors import BackendUnavailableError, IncompatibleError
 from ctxext.kernels import AttentionBackend, Call, Layout, Need, require_usable, select
 from ctxext.methods import EncodingMethod, Method

@@ -17,12 +17,12 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from ctxext.attention.attend import LayerCall, attention_function, put_in_evaluation
 from ctxext.attention.engines import RemapAttend
 from ctxext.attention.repetition import LEAST, Repetition, inductions
-from ctxext.caches.digest import is_shared_out
+from ctxext.caches.digest import is_shared_out, shares_heads
 from ctxext.caches.records import attends_of
 from ctxext.core.edits import Edits
 from ctxext.core.patching import patched_state
 from ctxext.core.rebuild import FAILURES
-from ctxext.core.subject import Subject, shares_heads
+from ctxext.core.subject import Subject
 from ctxext.errors import CtxextError, IncompatibleError, PatchStateError
 from ctxext.methods.retrieval_heads import RetrievalHeads
 

@@ -26,12 +26,13 @@ from transformers.masking_utils import create_causal_mask
 from ctxext.core.code import masks_follow_positions
 from ctxext.core.saved import identity
 from ctxext.core.steps import Moment, Step, Work, register
-from ctxext.core.subject import CACHE_ARGUMENTS, cache_argument
 from ctxext.errors import IncompatibleError, PatchStateError
 from ctxext.methods.remap import RemapMethod
 
 # Since transformers 5.24 a layer puts its keys into the paged cache; before that, its attention function did.
 PAGED_IN_LAYERS = "cache" in inspect.signature(create_causal_mask).parameters
+# Names of the cache argument: since transformers 5.24, before it (still accepted), and in layers of older models.
+CACHE_ARGUMENTS = ("cache", "past_key_values", "layer_past")
 ATTENTION = "ctxext"
 """Name of the attention that ctxext computes, as a config has it."""
 EXTENSION, FILLED, GUARDS = "_ctxext_extension", "_ctxext_filled", "_ctxext_guards"
@@ -89,6 +90,12 @@ class Filled:
 def attends_of(model: nn.Module) -> dict[nn.Module, Any]:
     """Return the layers whose attention ctxext computes, each with the object that computes it."""
     return {layer: vars(layer)["_ctxext_attend"] for layer in model.modules() if "_ctxext_attend" in vars(layer)}
+
+
+def cache_argument(module: nn.Module) -> str | None:
+    """Return the name under which a module's class takes a cache; None if it takes none."""
+    names = inspect.signature(type(module).forward).parameters
+    return next((name for name in CACHE_ARGUMENTS if name in names), None)
 
 
 def cache_in(given: Given) -> Any:

@@ -17,9 +17,10 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
+from ctxext.caches.records import cache_argument
 from ctxext.cli.eval.common import Session, cost_of, ending_on_interrupt
 from ctxext.cli.options import DemoOptions, OutputOptions, SourceOptions
-from ctxext.core.subject import Subject, cache_argument
+from ctxext.core.subject import Subject
 from ctxext.errors import IncompatibleError, InvalidParameterError, printable
 from ctxext.evaluation.report.figures import Figure, Panel, colours_for, draw_grid, paneled, require_matplotlib
 from ctxext.evaluation.report.page import Heading, Page, TextTable

@@ -8,7 +8,6 @@ separate subject: transformers builds it as a model, from its part of the whole 
 from __future__ import annotations
 
 import functools
-import inspect
 import itertools
 from dataclasses import dataclass
 from typing import Any
@@ -19,9 +18,6 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from ctxext.errors import IncompatibleError
-
-# Names of the cache argument: since transformers 5.24, before it (still accepted), and in layers of older models.
-CACHE_ARGUMENTS = ("cache", "past_key_values", "layer_past")
 
 SIDES = ("encoder", "decoder")
 
@@ -206,14 +202,3 @@ def path_to(config: Any, part: Any) -> list[str]:
         if isinstance(value, PreTrainedConfig) and (rest := path_to(value, part)):
             return [name, *rest]
     return []
-
-
-def cache_argument(module: nn.Module) -> str | None:
-    """Return the name under which a module's class takes a cache; None if it takes none."""
-    names = inspect.signature(type(module).forward).parameters
-    return next((name for name in CACHE_ARGUMENTS if name in names), None)
-
-
-def shares_heads(model: nn.Module) -> bool:
-    """Tell whether tensor parallelism gives a process a part of the heads, which a plan of experts alone does not."""
-    return int(getattr(model, "_tp_size", None) or 1) > 1 and bool(getattr(model, "_tp_plan", None))

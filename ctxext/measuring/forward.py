@@ -14,10 +14,11 @@ from torch import Tensor, nn
 from transformers import DynamicCache, GenerationConfig, PreTrainedModel
 
 from ctxext.caches.prefix import virtual_tokens
+from ctxext.caches.records import cache_argument
 from ctxext.core.architecture import find_architecture
 from ctxext.core.patching import describe, patched_state
 from ctxext.core.scaling import heads_of, of_layers, rope_follows_length
-from ctxext.core.subject import Subject, cache_argument
+from ctxext.core.subject import Subject
 from ctxext.errors import IncompatibleError, InvalidParameterError
 from ctxext.measuring.head import Replay, StandIn, require_pieces, shell_of
 from ctxext.models.sinusoid import remaker_of, rotates_by_table

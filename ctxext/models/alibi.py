@@ -14,11 +14,11 @@ from ctxext.attention.alibi import AlibiAttend, bias_fingerprint
 from ctxext.attention.attend import Backends, LayerCall, require_float64
 from ctxext.caches.call import PositionedForward
 from ctxext.caches.layout_mask import LayoutMask, layout_of
-from ctxext.caches.records import ATTENTION, cache_in
+from ctxext.caches.records import ATTENTION, cache_argument, cache_in
 from ctxext.core.architecture import Architecture, refuse_choices, required_length
 from ctxext.core.edits import Edits
 from ctxext.core.saved import GUARDED_FIELD
-from ctxext.core.subject import Subject, cache_argument
+from ctxext.core.subject import Subject
 from ctxext.errors import IncompatibleError, InvalidParameterError, VerificationError
 from ctxext.methods import BiasMethod, Method
 from ctxext.methods.formulas import trained_slopes

@@ -30,10 +30,10 @@ from torch.utils._pytree import tree_leaves
 from transformers import DynamicCache
 
 from ctxext.caches.held import Reach
-from ctxext.caches.records import cache_in
+from ctxext.caches.records import cache_argument, cache_in
 from ctxext.core.edits import Edits
 from ctxext.core.scaling import REFUSALS
-from ctxext.core.subject import Subject, cache_argument
+from ctxext.core.subject import Subject
 from ctxext.errors import CtxextError, IncompatibleError
 from ctxext.measuring.head import require_head
 from ctxext.methods.parameters import checked_tokens

@@ -35,8 +35,9 @@ from transformers.cli.serving.utils import CBGenerateManager, GenerateManager
 from transformers.generation.continuous_batching.cb_logits_processors import ContinuousBatchingLogitsProcessorList
 from transformers.generation.continuous_batching.model_runner import infer_max_single_request_tokens
 
+from ctxext.caches.records import cache_argument
 from ctxext.core.rebuild import FAILURES
-from ctxext.core.subject import Subject, cache_argument
+from ctxext.core.subject import Subject
 from ctxext.errors import IncompatibleError, InvalidParameterError, require_package
 from ctxext.files import JsonObject
 from ctxext.measuring.forward import GREEDY, forget_longest, logits_in_chunks

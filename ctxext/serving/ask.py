@@ -27,9 +27,9 @@ from ctxext.caches.prefix import (
     virtual_tokens,
     write_prefix,
 )
-from ctxext.caches.records import guards_of
+from ctxext.caches.records import cache_argument, guards_of
 from ctxext.core.patching import describe, patch
-from ctxext.core.subject import Subject, cache_argument
+from ctxext.core.subject import Subject
 from ctxext.errors import IncompatibleError, InvalidParameterError
 from ctxext.files import refuse_as_file
 from ctxext.measuring.forward import GREEDY, check_known, follows_unextended, forget_longest

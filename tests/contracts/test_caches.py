@@ -21,7 +21,7 @@ from transformers import (
 )
 
 import ctxext
-from ctxext.core.subject import cache_argument
+from ctxext.caches.records import cache_argument
 from ctxext.errors import IncompatibleError, PatchStateError
 from tests._models import FOLLOWING, RECENT, STATIC, by_method, extended, logits, tiny, tokens
 from tests._programs import ROOT, ran
