@@ -17,7 +17,6 @@ __all__ = [
     "Call",
     "Layout",
     "Need",
-    "check_name",
     "named",
     "require_usable",
     "select",
@@ -40,12 +39,6 @@ def named(name: str) -> AttentionBackend:
     if name not in BACKENDS:
         raise UnknownNameError.of("attention backend", name, [*BACKENDS, "auto"])
     return BACKENDS[name]()
-
-
-def check_name(name: str) -> None:
-    """Refuse a name that no backend has, with ``UnknownNameError``."""
-    if name != "auto":
-        named(name)
 
 
 def require_usable(name: str) -> None:
