@@ -19,7 +19,7 @@ from ctxext.attention.attend import (
     decoder_of,
     install_attention,
 )
-from ctxext.caches.digest import is_fsdp
+from ctxext.caches.digest import is_fsdp, is_hooked
 from ctxext.caches.layout_mask import layout_of
 from ctxext.caches.travelling import Travelling
 from ctxext.core.edits import Edits
@@ -202,7 +202,7 @@ def install_encoding(
                 f"Extend the model first, and wrap it then."
             )
         absent = any(weight.is_meta for weight in (*encoding.parameters(), *encoding.buffers()))
-        if absent and any(hasattr(module, "_hf_hook") for module in owner.modules()):
+        if absent and is_hooked(owner):
             raise IncompatibleError(
                 f"This {subject.kind} is offloaded, which the weights of {method.name!r} cannot be. Load it "
                 f"onto a device."

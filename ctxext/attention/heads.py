@@ -23,7 +23,7 @@ from torch import nn
 
 from ctxext.attention.recorder import Recorder, recording
 from ctxext.attention.repetition import Repetition, inductions, probe_texts
-from ctxext.caches.digest import UNKNOWN, is_shared_out, sample
+from ctxext.caches.digest import UNKNOWN, is_hooked, is_shared_out, sample
 from ctxext.core.steps import Moment, Step, Work, register
 from ctxext.core.subject import Subject
 from ctxext.errors import IncompatibleError, InvalidParameterError, shown
@@ -212,8 +212,8 @@ def with_heads(subject: Subject, method: RetrievalHeads, *, lifted: bool = False
     if isinstance(method.heads, tuple):
         return method
     if method.heads is None:
-        modules = list(subject.model.modules())  # a hook of accelerate brings weights from the disk
-        if any(w.is_meta for w in subject.model.parameters()) and not any(hasattr(m, "_hf_hook") for m in modules):
+        # A hook of accelerate brings such weights from the disk, layer by layer.
+        if any(weight.is_meta for weight in subject.model.parameters()) and not is_hooked(subject.model):
             raise IncompatibleError(
                 f"The heads of this {subject.kind} cannot be scored: some of its weights are not in memory. Give "
                 f"heads: their numbers, or the file that `ctxext heads CHECKPOINT -o heads.json` writes."

@@ -31,6 +31,11 @@ def is_shared_out(model: nn.Module) -> bool:
     return is_zero3(model) or any(isinstance(weight, DTensor) for weight in model.parameters())
 
 
+def is_hooked(model: nn.Module) -> bool:
+    """Tell whether hooks of accelerate bring weights of a model from a disk or another device."""
+    return any(hasattr(module, "_hf_hook") for module in model.modules())
+
+
 def shares_heads(model: nn.Module) -> bool:
     """Tell whether tensor parallelism gives a process a part of the heads, which a plan of experts alone does not."""
     return int(getattr(model, "_tp_size", None) or 1) > 1 and bool(getattr(model, "_tp_plan", None))

@@ -28,7 +28,7 @@ from transformers import PreTrainedModel
 from transformers.loss.loss_utils import ForCausalLMLoss
 
 from ctxext.caches.digest import is_fsdp
-from ctxext.core.edits import Edits
+from ctxext.core.edits import HOOKED, Edits
 from ctxext.core.override import ForwardOverride
 from ctxext.core.subject import Subject, text_of
 from ctxext.errors import IncompatibleError, InvalidParameterError, PatchStateError
@@ -108,7 +108,7 @@ class ChunkedLoss:
 
 def _innermost(causal: PreTrainedModel) -> tuple[Any, str]:
     """Return the owner and name of the class's own forward, below all overrides."""
-    owner, name = (causal, "_old_forward") if "_hf_hook" in causal.__dict__ else (causal, "forward")
+    owner, name = causal, HOOKED if HOOKED in vars(causal) else "forward"
     while isinstance(current := vars(owner).get(name), ForwardOverride):
         if isinstance(current, ChunkedForward):
             raise PatchStateError(f"This {type(causal).__name__} computes its loss in chunks already.")
