@@ -21,6 +21,7 @@ from ctxext.errors import IncompatibleError
 from ctxext.files import JsonObject
 from ctxext.methods.formulas import NEVER, as_longrope
 from ctxext.methods.yarn import YaRN
+from ctxext.models.windows import window_of
 from ctxext.spec import Frequencies, RopeSpec
 
 CLOSE = 1e-3
@@ -174,6 +175,22 @@ class ExtensionInConfig:
         return bool(self.rope.get("mscale_all_dim")) and hasattr(self.text, "kv_lora_rank")
 
     @property
+    def has_two_sets(self) -> bool:
+        """True for longrope with other frequencies in short texts than in long ones."""
+        return self.rope_type == "longrope" and bool(self.rope["short_factor"] != self.rope["long_factor"])
+
+    @property
+    def yarn_scale(self) -> float:
+        """Factor on cos and sin that YaRN has by default, by the factor of the scaling."""
+        return 0.1 * math.log(self.rope["factor"]) + 1
+
+    @property
+    def narrow_window(self) -> int | None:
+        """Tokens of a sliding window that the text to serve exceeds; None without one."""
+        window = window_of(self.text)
+        return window if window and window < self.target_length else None
+
+    @property
     def method(self) -> str:
         """Name of the method, or the rope type where ctxext did not make the extension."""
         saved = getattr(self.config, "ctxext", None)
@@ -280,9 +297,16 @@ def longest(extended: ExtensionInConfig) -> int:
     return int(getattr(extended.text, "max_position_embeddings", None) or extended.target_length)
 
 
-def longrope_scale(extended: ExtensionInConfig) -> float:
-    """Compute the longrope scale that vLLM and SGLang take from the two lengths where the config gives none."""
-    return longrope_scale_of(max(longest(extended), extended.target_length), extended.trained_length)
+def longrope_scales(extended: ExtensionInConfig) -> JsonObject:
+    """Return the keys that give vLLM and SGLang longrope's factor on cos and sin; none where they compute it so.
+
+    Both read no attention_factor, and compute the factor from the two lengths.
+    """
+    if extended.rope_type != "longrope":
+        return {}
+    usual = longrope_scale_of(max(longest(extended), extended.target_length), extended.trained_length)
+    is_same = abs(usual - extended.scale) <= 1e-6
+    return {} if is_same else dict.fromkeys(("short_mscale", "long_mscale"), extended.scale)
 
 
 def longrope_scale_of(length: int, original: int) -> float:

@@ -28,7 +28,6 @@ from pathlib import Path
 
 from ctxext.errors import IncompatibleError
 from ctxext.files import JsonObject
-from ctxext.models.windows import window_of
 from ctxext.runtimes.base import (
     Export,
     ExtensionInConfig,
@@ -298,7 +297,7 @@ def _form(extended: ExtensionInConfig) -> str:
 
 def attention_factor(extended: ExtensionInConfig) -> float:
     """Compute YaRN's scale as a multiple of the scale that llama.cpp computes from the factor."""
-    return extended.scale / (0.1 * math.log(extended.rope["factor"]) + 1)
+    return extended.scale / extended.yarn_scale
 
 
 def _refuse(extended: ExtensionInConfig) -> None:
@@ -395,13 +394,13 @@ def _baked(extended: ExtensionInConfig) -> float:
 
 def _differences(extended: ExtensionInConfig) -> tuple[list[str], bool]:
     """Return notes on differences that neither flags nor keys remove, and whether there are none."""
-    rope, notes = extended.rope, []
-    if extended.rope_type == "longrope" and rope["short_factor"] != rope["long_factor"]:
+    notes = []
+    if extended.has_two_sets:
         notes.append(
             f"llama.cpp chooses between short_factor and long_factor once, by -c (above {extended.trained_length} "
             f"long_factor). A copy that --gguf writes holds long_factor only, for short texts too."
         )
-    window, architecture = window_of(extended.text), _line(extended).get("architecture")
-    if window and window < extended.target_length and architecture and architecture not in WINDOWED:
+    window, architecture = extended.narrow_window, _line(extended).get("architecture")
+    if window and architecture and architecture not in WINDOWED:
         notes.append(f"llama.cpp has no sliding window for this architecture: it attends beyond the {window} tokens.")
     return notes, not notes

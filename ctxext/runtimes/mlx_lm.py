@@ -12,18 +12,16 @@ Source: mlx-lm 0.32.2 (models/rope_utils.py:248, initialize_rope; SuScaledRoPE t
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
 from typing import Any
 
 from ctxext.errors import IncompatibleError
-from ctxext.models.windows import window_of
 from ctxext.runtimes.base import (
     Export,
     ExtensionInConfig,
     Runtime,
     is_close,
-    longrope_scale,
+    longrope_scales,
     read_table,
     require_known_type,
     runs,
@@ -100,12 +98,11 @@ def _why_not_exact(extended: ExtensionInConfig) -> str | None:
             f"of this {extended.rope_type}. It was {error:g} nats from the patched model; the unextended model is "
             f"{measured['matters']:g} away. {_OTHERWISE}"
         )
-    window = window_of(extended.text)
-    if window and window < extended.target_length and not line["window"]:
+    if (window := extended.narrow_window) and not line["window"]:
         return f"Not proven: this {kind} has a sliding window of {window} tokens; the models that were run had none."
     if extended.rope_type == "dynamic":
         return "mlx-lm keeps cached keys at the base they were computed with, so decoding differs from one forward."
-    if extended.rope_type == "longrope" and extended.rope["short_factor"] != extended.rope["long_factor"]:
+    if extended.has_two_sets:
         return "mlx-lm takes long_factor for every text, short ones included."
     return None
 
@@ -124,8 +121,7 @@ def form_of(extended: ExtensionInConfig) -> str:
     if kind == "yarn" and extended.scales_scores:
         return "yarn_scores" if rope.get("attention_factor") is None else "yarn_scores_attention"
     if kind == "yarn":
-        usual = 0.1 * math.log(rope["factor"]) + 1
-        return "yarn" if abs(extended.scale - usual) < 1e-6 else "yarn_attention"
-    if kind == "longrope" and abs(extended.scale - longrope_scale(extended)) > 1e-6:
+        return "yarn" if abs(extended.scale - extended.yarn_scale) < 1e-6 else "yarn_attention"
+    if longrope_scales(extended):
         return "longrope_attention"
     return kind

@@ -17,14 +17,13 @@ import math
 from ctxext.core.subject import path_to
 from ctxext.errors import IncompatibleError
 from ctxext.files import JsonObject
-from ctxext.models.windows import window_of
 from ctxext.runtimes.base import (
     USUAL_YARN,
     Export,
     ExtensionInConfig,
     Runtime,
     longest,
-    longrope_scale,
+    longrope_scales,
     overridden,
     require_known_type,
     whole,
@@ -72,7 +71,7 @@ class SGLang(Runtime):
             overrides["rope_parameters"] = whole(extended, usual | rope | stays | scale)
         if scale:
             notes.append(f"SGLang does not read attention_factor; {' and '.join(scale)} replace it.")
-        if extended.rope_type == "longrope" and rope["short_factor"] != rope["long_factor"]:
+        if extended.has_two_sets:
             notes.append(
                 f"SGLang chooses between short_factor and long_factor once per batch: one position above "
                 f"{extended.trained_length} gives long_factor to all texts in it."
@@ -84,14 +83,13 @@ class SGLang(Runtime):
                 f"SGLang {VERSION} would drop the rest of this {extended.config.model_type}'s {path[0]}: it merges "
                 f"arguments one level deep, not into {'.'.join(path)}. Write a copy (ctxext patch), and export that."
             )
-        window = window_of(extended.text)
         if extended.config.model_type not in READ or extended.layer_type is not None:
             notes.append(
                 f"Not proven: SGLang {VERSION}'s code for {extended.config.model_type} was not read, only that for "
                 f"{', '.join(READ)}."
             )
             exact = False
-        elif window and window < extended.target_length:
+        elif window := extended.narrow_window:
             notes.append(f"SGLang {VERSION} has no sliding window here: it attends beyond the {window} tokens.")
             exact = False
         flags = overridden(extended, "--json-model-override-args", overrides)
@@ -137,10 +135,8 @@ def _neutral(extended: ExtensionInConfig) -> JsonObject:
 def _scale(extended: ExtensionInConfig) -> JsonObject:
     """Return the keys that give SGLang the scale of cos and sin, if its default would differ."""
     rope = extended.rope
-    if extended.rope_type == "longrope" and abs(longrope_scale(extended) - extended.scale) > 1e-6:
-        return {"short_mscale": extended.scale, "long_mscale": extended.scale}
     if extended.rope_type != "yarn":
-        return {}
+        return longrope_scales(extended)
     default = 0.1 * math.log(max(rope["factor"], 1.0)) + 1
     if rope.get("mscale") is not None and rope.get("mscale_all_dim") is not None:
         above, below = (0.1 * rope[name] * math.log(rope["factor"]) + 1 for name in ("mscale", "mscale_all_dim"))

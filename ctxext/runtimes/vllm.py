@@ -24,7 +24,7 @@ from ctxext.runtimes.base import (
     OwnALiBi,
     Runtime,
     longest,
-    longrope_scale,
+    longrope_scales,
     overridden,
     read_table,
     require_known_type,
@@ -175,20 +175,16 @@ def _overrides(extended: ExtensionInConfig) -> tuple[dict[str, Any], list[str], 
             ],
             False,
         )
-    if extended.rope_type != "longrope":
-        return overrides, [], True
     notes = []
-    if abs(longrope_scale(extended) - extended.scale) > 1e-6:
-        rope |= {"short_mscale": extended.scale, "long_mscale": extended.scale}
-        overrides["rope_parameters"] = whole(extended, rope)
+    if scales := longrope_scales(extended):
+        overrides["rope_parameters"] = whole(extended, rope | scales)
         notes.append("vLLM does not read attention_factor for longrope; short_mscale and long_mscale replace it.")
-    exact = rope["short_factor"] == rope["long_factor"]
-    if not exact:
+    if extended.has_two_sets:
         notes.append(
             f"vLLM chooses between short_factor and long_factor once, by --max-model-len: above "
             f"{extended.trained_length} every text gets long_factor, short ones included."
         )
-    return overrides, notes, exact
+    return overrides, notes, not extended.has_two_sets
 
 
 def _model_class(extended: ExtensionInConfig) -> str | None:
@@ -255,7 +251,7 @@ def _only_yarn(extended: ExtensionInConfig) -> str | None:
         return (
             f"always computes YaRN, whatever the rope_type, here {extended.rope_type!r}; a yarn without divisor works"
         )
-    if abs(extended.scale - (0.1 * math.log(extended.rope["factor"]) + 1)) > 1e-6:
+    if abs(extended.scale - extended.yarn_scale) > 1e-6:
         return "does not read attention_factor"
     return None
 
