@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated, Any
 
-from ctxext.errors import UnknownNameError
+from ctxext.errors import refuse_unknown
 from ctxext.methods.parameters import MOST_TOKENS, Range, require
 from ctxext.methods.remap import Piece, PositionMap, RemapMethod, Tokens, near_and_far, tokens_of
 from ctxext.spec import RopeSpec
@@ -55,8 +55,8 @@ class DPE(RemapMethod):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if isinstance(self.groups, str) and self.groups not in PUBLISHED:
-            raise UnknownNameError.of("name of published groups of method 'dpe'", self.groups, PUBLISHED)
+        if isinstance(self.groups, str):
+            refuse_unknown("name of published groups of method 'dpe'", [self.groups], PUBLISHED)
 
     def pieces(self, rope: RopeSpec, length: int) -> tuple[Piece, ...]:
         window = tokens_of("window", self.window, rope, most=rope.trained_length - 1)

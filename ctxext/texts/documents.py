@@ -27,6 +27,7 @@ from ctxext.errors import (
     LeftOutWarning,
     UnknownNameError,
     printable,
+    refuse_unknown,
     require_package,
     unwritable,
 )
@@ -469,8 +470,7 @@ def _text_column(row: Row, number: int, source: str, column: str | None, before:
         before: Column of the row before. A row without it does not make another column of strings the text.
     """
     if column is not None:
-        if column not in row:
-            raise UnknownNameError.of(f"column of row {number} of {source!r}", column, row)
+        refuse_unknown(f"column of row {number} of {source!r}", [column], row)
         return column
     usual = [name for name in (TEXT_COLUMN, *CHAT_COLUMNS) if name in row]
     if usual:

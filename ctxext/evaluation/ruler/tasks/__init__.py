@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ctxext.errors import InvalidParameterError, UnknownNameError
+from ctxext.errors import InvalidParameterError, refuse_unknown
 from ctxext.evaluation.ruler.tasks.aggregation import CommonWords, FrequentWords
 from ctxext.evaluation.ruler.tasks.base import Task
 from ctxext.evaluation.ruler.tasks.needles import NEEDLES
@@ -26,8 +26,7 @@ def choose(names: Sequence[str] | None, essay: Document | None) -> list[type[Tas
     if not names or len(set(names)) < len(names):
         raise InvalidParameterError(f"Name each task once, and at least one; found {', '.join(names) or 'none'}.")
     for name in names:
-        if name not in TASKS:
-            raise UnknownNameError.of("RULER task", name, TASKS)
+        refuse_unknown("RULER task", [name], TASKS)
         reason = TASKS[name].why_not(essay)
         if reason is not None:
             raise InvalidParameterError(f"{name} cannot be measured: {reason}.")
