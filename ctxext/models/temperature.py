@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+from ctxext.core.scaling import rope_dicts
 from ctxext.core.steps import ExtendedPart, Moment, Step, Work, register, register_description
 from ctxext.errors import IncompatibleError
 from ctxext.methods.dynamic_yarn import DynamicYaRN
@@ -20,9 +21,7 @@ BETA = "llama_4_scaling_beta"
 
 def _beta_of(text: Any) -> float:
     """Return the growth of a model's own temperature with the logarithm of the position; 0 without one."""
-    rope = getattr(text, "rope_parameters", None)
-    dicts = [rope, *rope.values()] if isinstance(rope, dict) else []
-    return max((float(each.get(BETA) or 0) for each in dicts if isinstance(each, dict)), default=0.0)
+    return max((float(rope.get(BETA) or 0) for _, rope in rope_dicts(text)), default=0.0)
 
 
 def _sharpen_once(work: Work) -> None:
