@@ -257,9 +257,12 @@ def _before_state_dict(base: PreTrainedModel, _: str, __: bool) -> None:
 
 def _refuse_adapter_around(base: PreTrainedModel) -> None:
     """Raise ``IncompatibleError`` if a model that contains this one has put adapters into it."""
-    modules = list(base.modules())
-    has_layers = any(hasattr(module, "adapter_layer_names") for module in modules)
-    if has_layers and not any("peft_config" in vars(module) for module in modules):
+    has_layers = False
+    for module in base.modules():
+        if "peft_config" in vars(module):
+            return
+        has_layers |= hasattr(module, "adapter_layer_names")
+    if has_layers:
         raise IncompatibleError(
             f"This {type(base).__name__} was extended alone, so an adapter of the model around it would be saved "
             f"without the extension. Call ctxext.unpatch on this part, and ctxext.patch on the whole model."
