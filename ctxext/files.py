@@ -315,7 +315,7 @@ def write_whole(path: Path, content: str | bytes) -> None:
         os.fsync(file.fileno())
 
 
-def write_json(path: Path, content: dict[str, Any]) -> None:
+def write_json(path: Path, content: JsonObject) -> None:
     """Write a file whole or not at all."""
     write_whole(path, json.dumps(content, indent=2) + "\n")
 
@@ -342,13 +342,13 @@ def parse_json(text: str | bytes, **hooks: Any) -> Any:
     return content
 
 
-def read_json(path: Path) -> dict[str, Any]:
+def read_json(path: Path) -> JsonObject:
     """Read a JSON object from a file of a checkpoint.
 
     Raises:
         CheckpointError: if the file holds anything else.
     """
-    content: dict[str, Any] = read_json_as(path, dict, "a JSON object")
+    content: JsonObject = read_json_as(path, dict, "a JSON object")
     return content
 
 

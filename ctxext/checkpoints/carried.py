@@ -11,6 +11,7 @@ from ctxext.core.saved import extended_texts, extensions_in, identity, saved_met
 from ctxext.core.scaling import REFUSALS, scaling_of
 from ctxext.core.subject import field_of
 from ctxext.errors import CheckpointError
+from ctxext.files import JsonObject
 from ctxext.rope_types import GUARD
 from ctxext.spec import ExtensionArguments
 
@@ -27,7 +28,7 @@ def already_extended(config: Any) -> str | None:
     return None if scaling is None else str(scaling)
 
 
-def plain_config(config: Any, saved: dict[str, Any]) -> Any:
+def plain_config(config: Any, saved: JsonObject) -> Any:
     """Return a copy of a config as it was before the extension ``saved`` was written into it."""
     plain = copy.deepcopy(config)
     for text, extension in zip(extended_texts(plain), extensions_in(saved).values(), strict=True):
@@ -48,9 +49,7 @@ def plain_config(config: Any, saved: dict[str, Any]) -> Any:
     return plain
 
 
-def arguments_of(
-    saved: dict[str, Any], attention: str | None = None
-) -> ExtensionArguments | dict[str, ExtensionArguments]:
+def arguments_of(saved: JsonObject, attention: str | None = None) -> ExtensionArguments | dict[str, ExtensionArguments]:
     """Return the arguments that give a model this extension again; for an encoder-decoder, by side."""
     parts = extensions_in(saved)
     computed = [name for name, part in parts.items() if part["attention"]] or parts  # refused where there is none
@@ -61,13 +60,13 @@ def arguments_of(
     return each.get("", each)
 
 
-def choices(saved: dict[str, Any], attention: str | None = None) -> dict[str, Any]:
+def choices(saved: JsonObject, attention: str | None = None) -> JsonObject:
     """Return the arguments of ``patch`` besides the method; ``attention`` overrides the saved backend."""
     given = {key: saved[key] for key in ("trained_length", "sliding_window", "scaling", "attention")}
     return given if attention is None else given | {"attention": attention}
 
 
-def differences(there: dict[str, Any] | None, here: dict[str, Any] | None) -> str:
+def differences(there: JsonObject | None, here: JsonObject | None) -> str:
     """Say how two saved extensions differ in what logits depend on, with both values; empty if in nothing."""
     if (there and saved_sides(there)) or (here and saved_sides(here)):
         sides = [saved_sides(saved or {}) for saved in (there, here)]

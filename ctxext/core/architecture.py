@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from torch import nn
 from transformers import PreTrainedModel
@@ -15,6 +15,7 @@ from ctxext.core.rebuild import Rebuild
 from ctxext.core.scaling import REFUSALS, scaling_of, stated_length
 from ctxext.core.subject import Subject
 from ctxext.errors import IncompatibleError, InvalidParameterError
+from ctxext.files import JsonObject
 from ctxext.methods import METHODS, Method, RopeMethod
 from ctxext.spec import Extension, ExtensionArguments
 
@@ -69,14 +70,14 @@ class Architecture(ABC):
             )
 
     @abstractmethod
-    def revert(self, subject: Subject, original: dict[str, Any], edits: Edits) -> None:
+    def revert(self, subject: Subject, original: JsonObject, edits: Edits) -> None:
         """Remove the extension of a model that was loaded with it, given the original config fields."""
 
     def why_final(self, subject: Subject) -> str | None:
         """Return why the extension of a loaded model cannot be removed; None if ``revert`` can."""
         return None
 
-    def replaces_weights(self, subject: Subject, saved: dict[str, Any] | None = None) -> bool:
+    def replaces_weights(self, subject: Subject, saved: JsonObject | None = None) -> bool:
         """Return whether an extension replaces weights: the one ``saved`` in a config, or any of this family."""
         return False
 

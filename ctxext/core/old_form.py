@@ -15,6 +15,7 @@ from typing import Any
 from ctxext.core.edits import Edits
 from ctxext.core.scaling import REFUSALS, declared_fields, rope_dicts, same_rope
 from ctxext.core.subject import text_of
+from ctxext.files import JsonObject
 
 OLD_GUARD = "this checkpoint is extended by ctxext in a way that needs transformers 5: older readers must not take it"
 
@@ -52,7 +53,7 @@ def drop_old_form(text: Any, edits: Edits | None = None) -> None:
         (edits or Edits()).delete_unchecked(text, name)
 
 
-def old_form(text: Any, *, of_any_type: bool = False) -> dict[str, Any]:
+def old_form(text: Any, *, of_any_type: bool = False) -> JsonObject:
     """Return the old form of ``text.rope_parameters`` that transformers reads right, both alone and next to the new.
 
     Without one, return a guard; or nothing if the config class reads no old field: older programs then do not know the
@@ -75,7 +76,7 @@ def old_form(text: Any, *, of_any_type: bool = False) -> dict[str, Any]:
     return {}
 
 
-def _candidates(text: Any, rope: dict[str, Any]) -> Iterator[dict[str, Any]]:
+def _candidates(text: Any, rope: JsonObject) -> Iterator[JsonObject]:
     """Yield forms of ``rope`` that some config class may read, if transformers 4 computes such a rope dict likewise."""
     has_original = getattr(text, "original_max_position_embeddings", None) is not None
     for _, parameters in rope_dicts(rope):
@@ -111,7 +112,7 @@ def _candidates(text: Any, rope: dict[str, Any]) -> Iterator[dict[str, Any]]:
             yield from (whole | {name: part} for name in PARTS)
 
 
-def _reads(text: Any, form: dict[str, Any], rope: dict[str, Any], *, alone: bool = False) -> bool:
+def _reads(text: Any, form: JsonObject, rope: JsonObject, *, alone: bool = False) -> bool:
     """Return whether transformers reads ``rope`` from these old fields, ``alone`` or next to the new ones."""
     try:
         built = _read(text, form, without=("rope_parameters",) if alone else ())
@@ -121,7 +122,7 @@ def _reads(text: Any, form: dict[str, Any], rope: dict[str, Any], *, alone: bool
     return same_rope(getattr(built, "rope_parameters", None), rope) and (alone or not kept)
 
 
-def _read(text: Any, form: dict[str, Any], without: tuple[str, ...] = ()) -> Any:
+def _read(text: Any, form: JsonObject, without: tuple[str, ...] = ()) -> Any:
     """Read the config from a dictionary that holds ``form`` and no other old field."""
     fields_now = {name: value for name, value in text.to_dict().items() if name not in (*OLD_FIELDS, *without)}
     fields_now |= {name: vars(text)[name] for name in OLD_FIELDS if name in declared_fields(text) & vars(text).keys()}

@@ -21,6 +21,7 @@ from ctxext.core.rebuild import Rebuild, running
 from ctxext.core.scaling import FOLLOWING, FOREIGN_KEYS, is_windowed, mixes_windows
 from ctxext.core.subject import SIDES, Subject
 from ctxext.errors import IncompatibleError, PatchStateError
+from ctxext.files import JsonObject
 from ctxext.methods import RopeMethod
 from ctxext.methods.formulas import plain_inv_freq
 from ctxext.spec import Frequencies, RopeSpec
@@ -148,7 +149,7 @@ class RotaryPlace:
                 )
         return None
 
-    def rope_dict(self, text: Any) -> dict[str, Any]:
+    def rope_dict(self, text: Any) -> JsonObject:
         """Return the rope dict of a text config for these frequencies."""
         rope = text.rope_parameters
         if not isinstance(rope, dict):
@@ -158,7 +159,7 @@ class RotaryPlace:
             )
         return dict(rope if self.layer_type is None else rope[self.layer_type])
 
-    def rescaled(self, rope: dict[str, Any], form: dict[str, Any]) -> dict[str, Any]:
+    def rescaled(self, rope: JsonObject, form: JsonObject) -> JsonObject:
         """Return ``rope_parameters`` with ``form`` in this place; keep keys that do not describe scaling."""
         old = rope if self.layer_type is None else rope[self.layer_type]
         new = {key: value for key, value in old.items() if key not in SCALING_KEYS} | form
@@ -290,7 +291,7 @@ def _plain_spec(subject: Subject, place: RotaryPlace, trained_length: int) -> Ro
         )
     is_proportional = parameters.get("rope_type") == "proportional"
     live, name = subject.model.get_submodule(place.path), f"{place.prefix}inv_freq"
-    unscaled: list[dict[str, Any]] = [{"rope_type": "proportional" if is_proportional else "default"}]
+    unscaled: list[JsonObject] = [{"rope_type": "proportional" if is_proportional else "default"}]
     unscaled.append({"rope_type": "linear", "factor": 1.0})  # Mistral 4: its "default" rotates whole heads
     # Build a module from the config without its scaling: the frequencies of the live one may be scaled already, and
     # only the class knows how many dimensions it rotates.

@@ -13,6 +13,7 @@ from packaging.version import Version
 from ctxext.core.scaling import scaling_of
 from ctxext.core.subject import SIDES, Subject, text_of
 from ctxext.errors import CheckpointError, IncompatibleError, PatchStateError
+from ctxext.files import JsonObject
 from ctxext.methods import Method, method_class, saved_class
 from ctxext.rope_types import GUARD
 from ctxext.spec import Description, Extension, ExtensionArguments
@@ -58,34 +59,34 @@ def untested_versions() -> list[str]:
     ]
 
 
-def saved_form(chosen: Method, extension: Extension) -> dict[str, Any]:
+def saved_form(chosen: Method, extension: Extension) -> JsonObject:
     """Return what ``config.ctxext`` holds: plain JSON that rebuilds, describes and traces an extension."""
     versions = {"ctxext": __version__, "transformers": transformers.__version__, "torch": torch.__version__}
     saved = asdict(extension) | {"notes": list(extension.notes)}
     return {"format": FORMAT, "method": chosen.to_dict(), **saved, "versions": versions}
 
 
-def saved_sides_form(sides: dict[str, dict[str, Any]]) -> dict[str, Any]:
+def saved_sides_form(sides: dict[str, JsonObject]) -> JsonObject:
     """Return the ``config.ctxext`` of an encoder-decoder, from the form and place of each side, the encoder first."""
     first = next(iter(sides.values()))
     lengths = {name: first[name] for name in ("trained_length", "target_length")}  # of the text that is read
     return {"format": SIDES_FORMAT, **lengths, "sides": sides}
 
 
-def saved_sides(saved: dict[str, Any]) -> dict[str, dict[str, Any]]:
+def saved_sides(saved: JsonObject) -> dict[str, JsonObject]:
     """Return the extension of each side of an encoder-decoder by its name; empty for every other model."""
-    sides: dict[str, dict[str, Any]] = saved.get("sides", {})
+    sides: dict[str, JsonObject] = saved.get("sides", {})
     return {name: sides[name] for name in SIDES if name in sides}  # in files they are sorted by the alphabet
 
 
-def extensions_in(saved: dict[str, Any]) -> dict[str, dict[str, Any]]:
+def extensions_in(saved: JsonObject) -> dict[str, JsonObject]:
     """Return each side's extension by its name, or a whole model's under the empty name."""
     return saved_sides(saved) or {"": saved}
 
 
 def arguments_over(
-    config: Any, saved: dict[str, Any], arguments: ExtensionArguments
-) -> tuple[ExtensionArguments | dict[str, ExtensionArguments], dict[str, Any] | None]:
+    config: Any, saved: JsonObject, arguments: ExtensionArguments
+) -> tuple[ExtensionArguments | dict[str, ExtensionArguments], JsonObject | None]:
     """Return the arguments for a config that is already extended, and the extension to take off before.
 
     None is taken off where the weights were trained with it: without its entry it is a scaling as in any checkpoint.
@@ -135,7 +136,7 @@ def extended_texts(config: Any) -> list[Any]:
     return texts or [text_of(config)]
 
 
-def saved_extension(config: Any, place: str) -> dict[str, Any] | None:
+def saved_extension(config: Any, place: str) -> JsonObject | None:
     """Return the extension that a config carries; None for a plain config.
 
     Raises:
@@ -145,7 +146,7 @@ def saved_extension(config: Any, place: str) -> dict[str, Any] | None:
     return None if saved is None else checked_extension(saved, place)
 
 
-def checked_extension(saved: Any, place: str) -> dict[str, Any]:
+def checked_extension(saved: Any, place: str) -> JsonObject:
     """Return a saved extension, or raise ``CheckpointError`` if this version of ctxext does not read its form."""
     version = saved.get("format") if isinstance(saved, dict) else saved
     if not isinstance(saved, dict) or version not in (FORMAT, SIDES_FORMAT):
@@ -173,7 +174,7 @@ def checked_extension(saved: Any, place: str) -> dict[str, Any]:
     return saved
 
 
-def describe_saved(saved: dict[str, Any], model_type: str, edits: tuple[str, ...] = ()) -> Description:
+def describe_saved(saved: JsonObject, model_type: str, edits: tuple[str, ...] = ()) -> Description:
     """Describe an extension from its saved form, ``config.ctxext``."""
     if sides := saved_sides(saved):
         each = {name: describe_saved(side, f"{model_type} {name}") for name, side in sides.items()}
@@ -194,7 +195,7 @@ def describe_saved(saved: dict[str, Any], model_type: str, edits: tuple[str, ...
     return Description(model_type=model_type, method=saved["method"], notes=notes, edits=edits, **values)
 
 
-def saved_method(saved: dict[str, Any]) -> Method:
+def saved_method(saved: JsonObject) -> Method:
     """Rebuild the method of a saved extension.
 
     Raises:
@@ -209,7 +210,7 @@ def saved_method(saved: dict[str, Any]) -> Method:
     return saved_class(saved["method"]["method"]).from_dict(saved["method"])
 
 
-def identity(saved: dict[str, Any]) -> dict[str, Any]:
+def identity(saved: JsonObject) -> JsonObject:
     """Return every choice in a saved extension that logits depend on: equal ones give the same weights equal logits."""
     if "sides" in saved:
         return {name: identity(side) for name, side in saved_sides(saved).items()}

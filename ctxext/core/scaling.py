@@ -16,7 +16,7 @@ from huggingface_hub.errors import HFValidationError, StrictDataclassError
 
 from ctxext.core.subject import Subject, path_to, text_of
 from ctxext.errors import InvalidParameterError, PatchStateError
-from ctxext.files import parse_json
+from ctxext.files import JsonObject, parse_json
 from ctxext.methods.formulas import NEVER
 from ctxext.methods.parameters import require
 
@@ -44,7 +44,7 @@ FOLLOWING = frozenset({"dynamic", "longrope"})
 """Rope types of transformers whose frequencies depend on the length of the current text."""
 
 
-def rope_dicts(text: Any) -> Iterator[tuple[str | None, dict[str, Any]]]:
+def rope_dicts(text: Any) -> Iterator[tuple[str | None, JsonObject]]:
     """Yield each rope dict of a text config, or of its ``rope_parameters``, with its layer type (None for all)."""
     rope = (text if isinstance(text, dict) else getattr(text, "rope_parameters", None)) or {}
     nested = {kind: entry for kind, entry in rope.items() if isinstance(entry, dict)}
@@ -201,7 +201,7 @@ def scaling_of(config: Any) -> Scaling | None:
     return None
 
 
-def _scaling(config: Any, text: Any, rope: dict[str, Any], kind: str) -> Scaling:
+def _scaling(config: Any, text: Any, rope: JsonObject, kind: str) -> Scaling:
     longest = stated_length(text)
     original = getattr(text, "original_max_position_embeddings", None) or rope.get("original_max_position_embeddings")
     original = int(original) if original else None
@@ -215,7 +215,7 @@ def _scaling(config: Any, text: Any, rope: dict[str, Any], kind: str) -> Scaling
     return Scaling(kind, factor, original, windows, serves, has_two_sets)
 
 
-def _dynamic(rope: dict[str, Any], factor: float | None, original: int | None, longest: int | None) -> Scaling:
+def _dynamic(rope: JsonObject, factor: float | None, original: int | None, longest: int | None) -> Scaling:
     """Return the scaling of a dynamic type, which transformers starts at ``max_position_embeddings``.
 
     It ignores an original length next to it, which may be the trained one, so both are possible windows.
@@ -265,7 +265,7 @@ def _is_filled_in(config: Any, text: Any, kind: str) -> bool:
     return bool(of_kind) and not any(rope.get("original_max_position_embeddings") for rope in of_kind)
 
 
-def published_json(config: Any) -> dict[str, Any]:
+def published_json(config: Any) -> JsonObject:
     """Read the config.json that a config was built from, offline; return an empty dict if it is not on this machine."""
     name = getattr(config, "_name_or_path", None)
     if not name:
@@ -290,7 +290,7 @@ def published_json(config: Any) -> dict[str, Any]:
     return content if is_same else {}
 
 
-def published_text(config: Any, published: dict[str, Any]) -> dict[str, Any]:
+def published_text(config: Any, published: JsonObject) -> JsonObject:
     """Return the text part of a published config.json; the whole of it if it has no such part."""
     for name in path_to(config, text_of(config)):
         inner = published.get(name)

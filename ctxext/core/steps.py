@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import IntEnum, auto
-from typing import Any
 
 from transformers import PreTrainedModel
 
 from ctxext import registry
 from ctxext.core.edits import Edits
 from ctxext.core.subject import Subject
+from ctxext.files import JsonObject
 from ctxext.methods import Method
 from ctxext.spec import Description, Extension, ExtensionArguments
 
@@ -64,7 +64,7 @@ class Work:
     subject: Subject
     arguments: ExtensionArguments | Mapping[str, ExtensionArguments]
     edits: Edits
-    saved: dict[str, Any] | None = None
+    saved: JsonObject | None = None
     side: str = ""
     is_restored: bool = False
     sides: dict[str, ExtendedPart] = field(default_factory=dict)

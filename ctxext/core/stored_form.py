@@ -20,7 +20,7 @@ from ctxext.core.rotary import SCALING_KEYS, LatentSpec, ProportionalSpec, Rotar
 from ctxext.core.scaling import CHUNKED, REFUSALS, declared_fields, heads_of, length_fields
 from ctxext.core.subject import Subject
 from ctxext.errors import CheckpointError, IncompatibleError, shown
-from ctxext.files import parse_json
+from ctxext.files import JsonObject, parse_json
 from ctxext.methods import Method, RopeMethod, saved_class
 from ctxext.methods.formulas import as_longrope
 from ctxext.methods.remap import RemapMethod
@@ -56,7 +56,7 @@ class StoredForm:
 
 
 def find_stored_form(
-    subject: Subject, method: RopeMethod, sites: Sequence[RotarySite], windows: dict[str, Any]
+    subject: Subject, method: RopeMethod, sites: Sequence[RotarySite], windows: JsonObject
 ) -> StoredForm:
     """Find the first saved form from which transformers rebuilds the frequencies of the method.
 
@@ -87,12 +87,9 @@ def find_stored_form(
     )
 
 
-Form = dict[str, Any]
-
-
 def _fields(
-    text: Any, method: RopeMethod, sites: Sequence[RotarySite], forms: Sequence[Form], windows: dict[str, Any]
-) -> dict[str, Any]:
+    text: Any, method: RopeMethod, sites: Sequence[RotarySite], forms: Sequence[JsonObject], windows: JsonObject
+) -> JsonObject:
     """Return the fields of a text config that store the method, in one form for each site."""
     rope, trained_length = dict(text.rope_parameters), sites[0].spec.trained_length
     for site, form in zip(sites, forms, strict=True):
@@ -113,7 +110,7 @@ def _fields(
     return fields
 
 
-def _forms(text: Any, method: RopeMethod, sites: Sequence[RotarySite]) -> Iterator[tuple[str, list[Form]]]:
+def _forms(text: Any, method: RopeMethod, sites: Sequence[RotarySite]) -> Iterator[tuple[str, list[JsonObject]]]:
     """Yield saved forms, one per site, best first: transformers' own form, longrope factors, ctxext's form."""
     specs = [site.spec for site in sites]
     is_scaled = any(spec.inv_freq is not None for spec in specs)
@@ -158,7 +155,7 @@ def _forms(text: Any, method: RopeMethod, sites: Sequence[RotarySite]) -> Iterat
     yield "stock rope_type 'longrope' holding the frequencies themselves", tables
 
 
-def _on_scores(spec: LatentSpec, form: Form) -> Form:
+def _on_scores(spec: LatentSpec, form: JsonObject) -> JsonObject:
     """Return a form whose temperature multiplies whole scores."""
     if form.get("factor", 1) == 1:  # ln(1) = 0: this form cannot hold a temperature
         return form
@@ -166,7 +163,7 @@ def _on_scores(spec: LatentSpec, form: Form) -> Form:
     return new | {"attention_factor": spec.attention_scale} if form["rope_type"] in ("yarn", "longrope") else new
 
 
-def _as_linear(form: Form) -> Form | None:
+def _as_linear(form: JsonObject) -> JsonObject | None:
     """Return a table of equal factors as the 'linear' form, which all runtimes read; None if they differ."""
     factors = form["long_factor"]
     # The frequencies of the training are float32, which holds seven digits.
@@ -203,9 +200,9 @@ def _rebuilt_wrong(form: StoredForm) -> str | None:
     return None
 
 
-def method_rope_parameters(method: RopeMethod, rope: RopeSpec) -> dict[str, Any]:
+def method_rope_parameters(method: RopeMethod, rope: RopeSpec) -> JsonObject:
     """Return the saved form of a method that transformers cannot express, under a rope type that it refuses."""
-    trained: dict[str, Any] = {}
+    trained: JsonObject = {}
     if rope.inv_freq is not None:
         trained = {"trained_inv_freq": list(rope.inv_freq), "trained_scale": rope.attention_scale}
     details = {"rotary_dim": rope.rotary_dim, "trained_length": rope.trained_length, **trained, **method.to_dict()}
@@ -213,12 +210,12 @@ def method_rope_parameters(method: RopeMethod, rope: RopeSpec) -> dict[str, Any]
     return _guarded(ROPE_TYPE, {"rope_theta": rope.base} | details) | {"factor": float(method.factor)}
 
 
-def unrotated_rope_parameters(method: Method, base: float) -> dict[str, Any]:
+def unrotated_rope_parameters(method: Method, base: float) -> JsonObject:
     """Return the saved form of a model without rotation, under a rope type that transformers refuses."""
     return _guarded(UNROTATED_TYPE, {"rope_theta": base} | method.to_dict())
 
 
-def _guarded(rope_type: str, details: dict[str, Any]) -> dict[str, Any]:
+def _guarded(rope_type: str, details: JsonObject) -> JsonObject:
     """Return a rope dict that no other program can compute with, even after an unknown rope type (Unsloth).
 
     The details are one string: vLLM (0.32.0, rotary_embedding/__init__.py) makes a key of all values of any type.
@@ -226,12 +223,12 @@ def _guarded(rope_type: str, details: dict[str, Any]) -> dict[str, Any]:
     return {"rope_type": rope_type, "rope_theta": GUARD, "ctxext": json.dumps(details, sort_keys=True)}
 
 
-def with_base(form: dict[str, Any]) -> dict[str, Any]:
+def with_base(form: JsonObject) -> JsonObject:
     """Return a saved form with the base, for models whose code computes with it under every rope type."""
     return form | {"rope_theta": _details(form)["rope_theta"]}
 
 
-def _details(parameters: dict[str, Any]) -> dict[str, Any]:
+def _details(parameters: JsonObject) -> JsonObject:
     """Return ctxext's own entries of a rope dict; refuse damaged ones."""
     saved = parameters["ctxext"]
     try:
@@ -240,7 +237,7 @@ def _details(parameters: dict[str, Any]) -> dict[str, Any]:
         raise CheckpointError(f"rope_parameters.ctxext in the config is damaged: {shown(saved)}.") from error
 
 
-def stored_method(parameters: dict[str, Any]) -> tuple[RopeMethod, RopeSpec]:
+def stored_method(parameters: JsonObject) -> tuple[RopeMethod, RopeSpec]:
     """Rebuild the method of a saved rope dict, and the rotation that it extends.
 
     Raises:

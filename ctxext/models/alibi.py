@@ -20,6 +20,7 @@ from ctxext.core.edits import Edits
 from ctxext.core.saved import GUARDED_FIELD
 from ctxext.core.subject import Subject
 from ctxext.errors import IncompatibleError, InvalidParameterError, VerificationError
+from ctxext.files import JsonObject
 from ctxext.methods import BiasMethod, Method
 from ctxext.methods.formulas import trained_slopes
 from ctxext.rope_types import GUARD
@@ -146,7 +147,7 @@ class AlibiArchitecture(Architecture):
             original=original,
         )
 
-    def revert(self, subject: Subject, original: dict[str, Any], edits: Edits) -> None:
+    def revert(self, subject: Subject, original: JsonObject, edits: Edits) -> None:
         for name, value in original.items():
             if value is None:
                 edits.delete(subject.config, name)

@@ -93,7 +93,7 @@ class Buckets(Architecture):
                 )
         spec = BucketSpec(getattr(config, "relative_attention_num_buckets", 0), old, trained_length)
         new, target = method.max_distance(spec), method.target_length(trained_length)
-        fields: dict[str, Any] = {FIELD: new}
+        fields: JsonObject = {FIELD: new}
         if isinstance(getattr(config, LENGTH, None), int):
             fields[LENGTH] = target
         original = {name: getattr(config, name) for name in fields}

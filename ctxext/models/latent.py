@@ -5,19 +5,17 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, replace
-from typing import Any
 
 from ctxext.core.rebuild import Rebuild
 from ctxext.core.rotary import LatentSpec, RotarySite
 from ctxext.core.stored_form import StoredForm, checked_lengths, find_stored_form
 from ctxext.core.subject import Subject
 from ctxext.errors import IncompatibleError
+from ctxext.files import JsonObject
 from ctxext.methods import RopeMethod
 
 
-def score_form(
-    subject: Subject, method: RopeMethod, sites: Sequence[RotarySite], windows: dict[str, Any]
-) -> StoredForm:
+def score_form(subject: Subject, method: RopeMethod, sites: Sequence[RotarySite], windows: JsonObject) -> StoredForm:
     """Find the stored form that applies the method's temperature to the scores of latent attention, if the model can.
 
     A temperature on cos and sin affects the rotated part of a head only. Models with latent attention can scale the

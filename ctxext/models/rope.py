@@ -28,6 +28,7 @@ from ctxext.core.scaling import Scaling, of_layers, scaling_of, stated_window
 from ctxext.core.stored_form import StoredForm, checked_lengths, find_stored_form
 from ctxext.core.subject import Subject
 from ctxext.errors import IncompatibleError, VerificationError
+from ctxext.files import JsonObject
 from ctxext.methods import BiasMethod, Method, RopeMethod
 from ctxext.methods.encoding import EncodingMethod
 from ctxext.methods.remap import RemapMethod
@@ -128,11 +129,11 @@ class Rope(Architecture):
             Backends(request.attention or "auto")
             _windows(subject, method, request, request.trained_length)
 
-    def revert(self, subject: Subject, original: dict[str, Any], edits: Edits) -> None:
+    def revert(self, subject: Subject, original: JsonObject, edits: Edits) -> None:
         Rebuild(subject, original).apply(edits)
 
 
-def _windows(subject: Subject, method: Method, request: ExtensionArguments, trained_length: int) -> dict[str, Any]:
+def _windows(subject: Subject, method: Method, request: ExtensionArguments, trained_length: int) -> JsonObject:
     """Return the config fields that the choice for sliding windows changes, or refuse that."""
     text = subject.text
     if request.sliding_window is None and stated_window(text) is None:

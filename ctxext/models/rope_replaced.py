@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from typing import Any
 
 from ctxext.attention.alibi import AlibiAttend, bias_fingerprint
 from ctxext.attention.attend import (
@@ -25,6 +24,7 @@ from ctxext.core.scaling import CHUNKED, REFUSALS, length_fields
 from ctxext.core.stored_form import unrotated_rope_parameters, with_base
 from ctxext.core.subject import Subject
 from ctxext.errors import IncompatibleError, InvalidParameterError, VerificationError
+from ctxext.files import JsonObject
 from ctxext.methods import BiasMethod
 from ctxext.methods.encoding import EncodingMethod
 from ctxext.models.alibi import refuse_halves
@@ -113,7 +113,7 @@ def replace_rotation(
 
 
 def _unrotated(
-    subject: Subject, method: BiasMethod | EncodingMethod, place: RotaryPlace, target: int, windows: dict[str, Any]
+    subject: Subject, method: BiasMethod | EncodingMethod, place: RotaryPlace, target: int, windows: JsonObject
 ) -> Rebuild:
     """Return the rebuilt model without rotation."""
     text = subject.text

@@ -6,10 +6,11 @@ from typing import Any
 
 from ctxext.core.scaling import all_windowed, is_windowed, layer_types, stated_window
 from ctxext.errors import IncompatibleError
+from ctxext.files import JsonObject
 from ctxext.methods.parameters import require
 
 
-def window_fields(config: Any, choice: str | None, target_length: int | None) -> dict[str, Any]:
+def window_fields(config: Any, choice: str | None, target_length: int | None) -> JsonObject:
     """Return the config fields that the user's choice for sliding windows changes.
 
     ``choice`` is the ``sliding_window`` of ``ctxext.patch``. ``target_length`` is None if unknown, so that any window
@@ -39,7 +40,7 @@ def window_fields(config: Any, choice: str | None, target_length: int | None) ->
         )
     if choice != "lift":
         return {}
-    fields: dict[str, Any] = {"sliding_window": None}
+    fields: JsonObject = {"sliding_window": None}
     if any(map(is_windowed, layer_types(config))):
         # layer_types decide then, and transformers may require a number of tokens for the window.
         kinds = ["full_attention" if is_windowed(kind) else kind for kind in config.layer_types]
