@@ -215,6 +215,14 @@ def _without_checker(request: pytest.FixtureRequest) -> None:
 
 
 @pytest.fixture
+def _any_types() -> Iterator[None]:
+    """Let a test pass arguments of other types than the annotated ones, as users do."""
+    jaxtyping.config.update("jaxtyping_disable", True)
+    yield
+    jaxtyping.config.update("jaxtyping_disable", False)
+
+
+@pytest.fixture
 def _for_compiling() -> Iterator[None]:
     """The runtime checker of shapes wraps every function, and dynamo cannot trace what it does."""
     torch._dynamo.reset()
