@@ -127,6 +127,21 @@ def refuse_gguf(path: StrPath) -> None:
         )
 
 
+def text_tokenizer(given: Any) -> Any:
+    """Return a tokenizer itself, and the tokenizer of a processor.
+
+    Raises:
+        InvalidParameterError: if it is neither, but the name of one perhaps.
+    """
+    text = given if hasattr(given, "model_max_length") else getattr(given, "tokenizer", None)
+    if not hasattr(text, "model_max_length"):
+        way = f" Load it: AutoTokenizer.from_pretrained({given!r})." if isinstance(given, str) else ""
+        raise InvalidParameterError(
+            f"tokenizer must be a tokenizer or processor of transformers, found {given!r:.80}.{way}"
+        )
+    return text
+
+
 def why_unreachable(url: str) -> str | None:
     """Return why nothing answers at the address of a URL, or at the proxy for it, within a second; None if it does."""
     try:

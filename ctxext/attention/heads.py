@@ -28,7 +28,9 @@ from ctxext.core.steps import Moment, Step, Work, register
 from ctxext.core.subject import Subject
 from ctxext.errors import IncompatibleError, InvalidParameterError, shown
 from ctxext.files import JsonObject, digest, parse_json, write_json
+from ctxext.methods.parameters import require
 from ctxext.methods.retrieval_heads import SHARE, RetrievalHeads
+from ctxext.mistakes import text_tokenizer
 from ctxext.spec import ExtensionArguments
 from ctxext.version import __version__
 
@@ -187,6 +189,9 @@ def heads(model: Any, tokenizer: Any = None, *, text: str | None = None, seeds: 
         )
     if text is not None and tokenizer is None:
         raise InvalidParameterError("A text needs the model's tokenizer. Give both, or neither.")
+    if text is not None:
+        require(isinstance(text, str), "text", text, "a str, such as pathlib.Path(FILE).read_text()")
+        tokenizer = text_tokenizer(tokenizer)
     subject = Subject.of(model)
     with recording(subject) as recorder:
         return _scored(recorder, probe_texts(subject, tokenizer, text, seeds), seeds, text)

@@ -42,6 +42,7 @@ from ctxext.core.subject import Subject
 from ctxext.errors import CheckpointError, CtxextError, InvalidParameterError, PatchStateError
 from ctxext.files import StrPath, replaced_weights, whole_files
 from ctxext.methods import RopeMethod, saved_class
+from ctxext.mistakes import text_tokenizer
 from ctxext.models import find_architecture
 from ctxext.models.sinusoid import Sinusoids
 from ctxext.models.table import LearnedTable
@@ -116,7 +117,7 @@ def save(
     adapted = next((wrapper for wrapper in subject.chain if hasattr(wrapper, "peft_config")), None)
     _refuse_place(place, adapted, saving.get("variant"))
     if tokenizer is not None:
-        require_padding(inner, _text_tokenizer(tokenizer))
+        require_padding(inner, text_tokenizer(tokenizer))
     hub: dict[str, Any] = {"repo_id": place.name, "token": saving.get("token")}
     hub |= {option: saving.pop(option) for option in HUB_OPTIONS if option in saving}
     is_published = saving.pop("push_to_hub", False) and saving.get("is_main_process", True)
@@ -146,7 +147,7 @@ def save(
                 save_adapters(adapted, half, **saving)
             if tokenizer is not None:
                 longer = copy.deepcopy(tokenizer)
-                text = _text_tokenizer(longer)
+                text = text_tokenizer(longer)
                 text.model_max_length = max(text.model_max_length, extension["target_length"])
                 longer.save_pretrained(half)
             lengths = extension["trained_length"], extension["target_length"]
@@ -178,18 +179,6 @@ def save(
         ) from error
     if is_published:
         _publish(place, written, hub, adapted, saving.get("variant"))
-
-
-def _text_tokenizer(given: Any) -> Any:
-    """Return a tokenizer itself, and the tokenizer of a processor.
-
-    Raises:
-        InvalidParameterError: if it is neither.
-    """
-    text = given if hasattr(given, "model_max_length") else getattr(given, "tokenizer", None)
-    if not hasattr(text, "model_max_length"):
-        raise InvalidParameterError(f"tokenizer must be a tokenizer or processor of transformers, found {given!r:.80}.")
-    return text
 
 
 def _refuse_place(place: Path, adapted: Any, variant: str | None) -> None:

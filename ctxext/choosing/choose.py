@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,7 @@ from ctxext.measuring.provenance import provenance_of
 from ctxext.measuring.readings import Readings, Refusal
 from ctxext.measuring.survey import Job, ProcessGroup, Survey
 from ctxext.methods.parameters import checked_tokens
+from ctxext.mistakes import text_tokenizer
 from ctxext.models import architecture_of
 from ctxext.models.rope import Rope
 from ctxext.quantities import parse_budget
@@ -249,10 +250,10 @@ def _choosable(checkpoint: Checkpoint) -> Subject:
 
 
 def choose(
-    model: nn.Module,
+    model: Any,
     tokenizer: Any,
     *,
-    texts: Sequence[str | Path | Document],
+    texts: Iterable[str | Path | Document],
     target_length: int,
     budget: str | float | None = None,
     seed: int = 0,
@@ -272,7 +273,7 @@ def choose(
 
     Args:
         model: a causal language model with rotary positions, not extended, in eval mode.
-        tokenizer: the model's tokenizer.
+        tokenizer: the model's tokenizer, or a processor with one.
         texts: texts, or paths of files: at least two of the target length, some for the choice and the others for the
             verdict. One text is enough if it is at least twice as long.
         target_length: tokens to extend to, above the trained length.
@@ -296,7 +297,8 @@ def choose(
         IncompatibleError: the model has no rotary positions.
         ResultsError: ``folder`` holds another measurement, or cannot be written.
     """
-    base = Subject.of(model).model
+    subject = Subject.of(model)
+    base = subject.model
     name = Path(getattr(base, "name_or_path", "") or type(base).__name__).name
     settings = ChoiceSettings(
         target_length=target_length,
@@ -308,7 +310,9 @@ def choose(
         sliding_window=sliding_window,
     )
     place = None if folder is None else Path(folder)
+    tokenizer = text_tokenizer(tokenizer)
     corpus = corpus_from(texts, tokenizer)
-    planned = PlannedChoice(Checkpoint(name, model, tokenizer), corpus, settings, folder=place)
+    outermost = next(part for part in subject.chain if isinstance(part, nn.Module))  # inside of a pipeline
+    planned = PlannedChoice(Checkpoint(name, outermost, tokenizer), corpus, settings, folder=place)
     planned.progress = progress
     return planned.run()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -34,9 +34,11 @@ from ctxext.errors import IncompatibleError, InvalidParameterError
 from ctxext.files import refuse_as_file
 from ctxext.measuring.forward import GREEDY, check_known, follows_unextended, forget_longest
 from ctxext.methods.parameters import checked_tokens
+from ctxext.mistakes import text_tokenizer
 from ctxext.recommended import RECOMMENDED
 from ctxext.serving.selected import select as selected
 from ctxext.serving.selected import tokens_in
+from ctxext.texts.documents import texts_in
 
 ANSWER, QUESTION = 256, 256  # tokens of an answer, and those kept free for a question that is not known yet
 LINE_END = "\n"
@@ -350,10 +352,10 @@ class ReadText:
 
 
 def ask(
-    model: nn.Module,
+    model: Any,
     tokenizer: Any,
-    texts: str | Sequence[str],
-    questions: str | Sequence[str],
+    texts: str | Iterable[str],
+    questions: str | Iterable[str],
     *,
     max_new_tokens: int = ANSWER,
     select: int | None = None,
@@ -364,7 +366,8 @@ def ask(
     first (``ctxext.patch``) where they are longer than its trained length.
 
     Args:
-        model: Causal language model, extended or not.
+        model: Causal language model in eval mode, extended or not; or a pipeline or another wrapper around one.
+        tokenizer: The model's tokenizer, or a processor with one.
         texts: One text, or several, which are read in this order with an empty line between them.
         questions: One question, or several, each answered by itself.
         max_new_tokens: Tokens of an answer, at most, above 0.
@@ -375,10 +378,12 @@ def ask(
         The greedy answer to each question, as ``model.generate`` gives it for the whole prompt.
 
     Raises:
-        InvalidParameterError: text, question and answer exceed the model's window; or too few tokens to write or read.
-        IncompatibleError: the model keeps its state otherwise than in the cache that it is given, or gives NaN.
+        InvalidParameterError: text, question and answer exceed the model's window; or too few tokens to write or read;
+            or the name of a file instead of its text.
+        IncompatibleError: the model keeps its state otherwise than in the cache that it is given, does not go on from
+            a prompt, is in training mode, or gives NaN.
     """
-    questions = [questions] if isinstance(questions, str) else list(questions)
+    model, tokenizer, questions = _generating(model), text_tokenizer(tokenizer), texts_in("questions", questions)
     if select is not None:
         pairs = zip(selected(tokenizer, _joined(texts), questions, select), questions, strict=True)
         return [ReadText(model, tokenizer, part.text, [one], max_new_tokens).ask(one) for part, one in pairs]
@@ -387,9 +392,9 @@ def ask(
 
 
 def read(
-    model: nn.Module,
+    model: Any,
     tokenizer: Any,
-    texts: str | Sequence[str],
+    texts: str | Iterable[str],
     *,
     keep: str | Path | None = None,
     compiles: bool = False,
@@ -401,7 +406,8 @@ def read(
     file holds.
 
     Args:
-        model: Causal language model, extended or not.
+        model: Causal language model, as for ``ctxext.ask``.
+        tokenizer: The model's tokenizer, or a processor with one.
         texts: One text, or several, as for ``ctxext.ask``.
         keep: File of what was read: reading goes on from it where it begins alike, and writes it otherwise.
         compiles: True to run the steps of an answer as graphs, over a cache with room for all tokens, which no file
@@ -417,10 +423,26 @@ def read(
         CheckpointError: the file ``keep`` is of another model, extension or dtype, or damaged.
     """
     place = None if keep is None else Path(keep)
+    model, tokenizer = _generating(model), text_tokenizer(tokenizer)
     text = ReadText(model, tokenizer, _joined(texts), new=max_new_tokens, keep=place, compiles=compiles)
     text.read()
     return text
 
 
-def _joined(texts: str | Sequence[str]) -> str:
-    return texts if isinstance(texts, str) else "\n\n".join(texts)
+def _generating(given: Any) -> Any:
+    """Return the outermost of a model and its wrappers that generates, as pipelines and data parallelism do not.
+
+    Raises:
+        IncompatibleError: no model there goes on from a prompt.
+    """
+    subject = Subject.of(given)
+    if subject.config.is_encoder_decoder or not subject.model.can_generate():
+        raise IncompatibleError(
+            f"{type(subject.model).__name__} does not go on from a text that it reads, as an answer does. Give a "
+            f"causal language model."
+        )
+    return next(part for part in subject.chain if isinstance(part, nn.Module) and hasattr(part, "generate"))
+
+
+def _joined(texts: str | Iterable[str]) -> str:
+    return "\n\n".join(texts_in("texts", texts))

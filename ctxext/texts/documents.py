@@ -14,7 +14,7 @@ import sys
 import warnings
 import zlib
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,7 @@ from ctxext.errors import (
     printable,
     refuse_unknown,
     require_package,
+    shown,
     unwritable,
 )
 from ctxext.files import lfs_advice, package_folders, parse_json
@@ -128,6 +129,27 @@ def _read(source: str, split: str | None, column: str | None) -> Iterator[Docume
         yield from _read_file(path, column)
     else:
         yield from _read_hub(source, split, column)
+
+
+def texts_in(name: str, given: Any, *others: type) -> list[Any]:
+    """Return the text, or all texts, that an argument holds, of the type ``str`` or one of ``others``.
+
+    Raises:
+        InvalidParameterError: something else, or the name of a file instead of its text.
+    """
+    is_single = isinstance(given, str | bytes | os.PathLike | Mapping) or not isinstance(given, Iterable)
+    texts = [given] if is_single else list(given)
+    for text in texts:
+        if not isinstance(text, (str, *others)):
+            raise InvalidParameterError(
+                f"{name} holds {shown(text)}, which is no text (str). Give the text of a file as "
+                f"pathlib.Path(FILE).read_text(), and a data set as its column of texts."
+            )
+        if isinstance(text, str) and os.path.isfile(text):
+            raise InvalidParameterError(
+                f"{name} holds {text!r}, the name of a file and not its text. Give pathlib.Path({text!r}).read_text()."
+            )
+    return texts
 
 
 def require_sources(sources: Sequence[str | Path], tokens: int = 0) -> None:

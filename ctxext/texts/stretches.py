@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from torch import Tensor
 
 from ctxext.errors import InvalidParameterError
 from ctxext.texts.corpus import Corpus, TokenisedDocument, corpus_of
-from ctxext.texts.documents import Document, read_documents
+from ctxext.texts.documents import Document, read_documents, texts_in
 
 # Of eight documents, three are chosen on and five are judged on: a verdict needs more of them than a choice.
 SHARE = 3 / 8
@@ -31,18 +31,18 @@ RUN, SAME = 32, 0.5
 MOST_RUNS = 1 << 19
 
 
-def corpus_from(texts: Sequence[str | Path | Document], tokenizer: Any) -> Corpus:
+def corpus_from(texts: Iterable[str | Path | Document], tokenizer: Any) -> Corpus:
     """Return texts, paths of files and documents as a corpus of whole documents.
 
     Raises:
-        InvalidParameterError: no text, or one string instead of a list.
+        InvalidParameterError: no text, one string instead of a list, or the name of a file instead of its text.
     """
-    if isinstance(texts, str) or not texts:
+    if isinstance(texts, str) or not (given := texts_in("texts", texts, Path, Document)):
         raise InvalidParameterError(
             "texts must be a list of texts, of paths (pathlib.Path) or of documents, with at least one in it."
         )
     documents: list[Document] = []
-    for number, text in enumerate(texts, start=1):
+    for number, text in enumerate(given, start=1):
         if isinstance(text, Path):
             documents += read_documents([text])
         else:

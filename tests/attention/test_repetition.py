@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -75,12 +76,15 @@ def test_needles_are_hidden_in_the_given_text() -> None:
     [
         ({"text": "a text"}, "needs the model's tokenizer"),
         ({"text": "", "tokenizer": make_tokenizer(bos=True)}, "Give a longer text, or none"),
+        ({"text": Path("novel.txt"), "tokenizer": make_tokenizer(bos=True)}, r"^text must be a str, such as pathlib"),
+        ({"text": "a text", "tokenizer": "smol"}, r"Load it: AutoTokenizer\.from_pretrained\('smol'\)"),
         ({"seeds": ()}, r"seeds must be whole numbers, such as \(0, 1\), found \(\)"),
         ({"seeds": (0, 2**64)}, r"found \(0, 18446744073709551616\)\. torch holds 64 bits"),
         ({"seeds": 3}, "seeds must be whole numbers"),
         ({"seeds": "ab"}, "seeds must be whole numbers"),
     ],
 )
+@pytest.mark.usefixtures("_any_types")
 def test_what_no_probe_can_be_made_of_is_refused(given: dict[str, Any], message: str) -> None:
     with pytest.raises(InvalidParameterError, match=message):
         heads(byte_model(), **given)

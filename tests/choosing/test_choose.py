@@ -249,6 +249,25 @@ def test_what_cannot_be_right_is_said_before_the_first_pass(
         chosen(model, **given)
 
 
+@pytest.mark.usefixtures("_any_types")
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ({"texts": [*TEXTS, {"text": TEXTS[0]}]}, r"^texts holds \{'text': .*a data set as its column of texts"),
+        ({"texts": {"one": TEXTS[0], "two": TEXTS[1]}}, r"^texts holds \{'one': "),
+        ({"texts": None}, "^texts holds None, which is no text"),
+        ({"texts": [*TEXTS, __file__]}, r"^texts holds .* the name of a file and not its text"),
+        ({"tokenizer": "smol"}, r"found 'smol'\. Load it: AutoTokenizer\.from_pretrained\('smol'\)"),
+    ],
+)
+def test_what_holds_no_text_and_no_tokenizer_is_refused(
+    model: LlamaForCausalLM, given: dict[str, Any], says: str
+) -> None:
+    asked: dict[str, Any] = {"tokenizer": BYTES_AFTER_BOS, "texts": TEXTS, "target_length": TARGET} | given
+    with pytest.raises(InvalidParameterError, match=says):
+        ctxext.choose(model, **asked)
+
+
 def test_other_positions_than_rotary_ones_are_refused() -> None:
     with pytest.raises(IncompatibleError, match="a bloom without rotary positions"):
         chosen(tiny("bloom"))

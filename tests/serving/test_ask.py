@@ -9,10 +9,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import peft
 import pytest
 import torch
-from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import BertModel, LlamaForCausalLM, PreTrainedTokenizerFast, pipeline
 from typer.testing import CliRunner
 
 import ctxext
@@ -22,7 +23,7 @@ from ctxext.serving.ask import UNSURE, ReadText, prompt_of
 from ctxext.serving.selected import LEFT_OUT, select
 from scripts.studies import lookups, unsure
 from tests._checkpoints import save_with_tokenizer
-from tests._models import byte_model, tiny, trained_for
+from tests._models import bert, byte_model, tiny, trained_for
 from tests._programs import ROOT, command
 from tests._tokenizer import BYTES, make_tokenizer
 from tests.serving._asking import CHECKPOINT_SAYS, in_eager_graphs, take_a_step_more, takes_graphs
@@ -113,6 +114,76 @@ def test_a_number_of_tokens_to_write_or_select_that_is_none_is_refused(given: An
             ask(model("yarn"), BYTES, TEXT[:50], QUESTIONS, max_new_tokens=given)
     with pytest.raises(InvalidParameterError, match=r"^select must be (a positive whole number|at least 256 tokens)"):
         ctxext.ask(model("yarn"), BYTES, TEXT[:50], QUESTIONS, max_new_tokens=NEW, select=given)
+
+
+def _pipeline(answering: Any) -> Any:
+    return pipeline("text-generation", model=answering, tokenizer=BYTES)
+
+
+class Processor:
+    """Of a model that reads images too: what it is called with first are these."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self.tokenizer, self.chat_template = tokenizer, tokenizer.chat_template
+
+    def __call__(self, images: Any = None, text: Any = None) -> Any:
+        raise ValueError("no images")
+
+
+@pytest.mark.parametrize(
+    "holder", [torch.nn.DataParallel, torch.compile, _pipeline], ids=["copies", "compiled", "pipe"]
+)
+def test_what_holds_a_model_or_a_tokenizer_answers_as_it_does(holder: Any) -> None:
+    extended = model("self_extend")
+    expected = ctxext.ask(extended, BYTES, TEXT, QUESTIONS, max_new_tokens=NEW)
+    for tokenizer in (BYTES, Processor(BYTES)):
+        assert ctxext.ask(holder(extended), tokenizer, TEXT, QUESTIONS, max_new_tokens=NEW) == expected
+        text = ctxext.read(holder(extended), tokenizer, TEXT, max_new_tokens=NEW)
+        assert [text.ask(question) for question in QUESTIONS] == expected
+
+
+@pytest.mark.parametrize("made", [bert, lambda: bert(BertModel), lambda: tiny("t5")], ids=["head", "none", "t5"])
+def test_a_model_that_goes_on_from_no_text_is_refused(made: Any) -> None:
+    for ask in (ctxext.ask, lambda *asked, **how: ctxext.read(*asked[:3], **how)):
+        with pytest.raises(IncompatibleError, match=r"does not go on from a text that it reads.* a causal language mo"):
+            ask(made(), BYTES, TEXT[:20], QUESTIONS, max_new_tokens=NEW)
+
+
+@pytest.mark.usefixtures("_any_types")
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ({"texts": Path("novel.txt")}, r"^texts holds PosixPath\('novel\.txt'\), which is no text \(str\)\. Give"),
+        ({"texts": [TEXT, Path("novel.txt")]}, r"^texts holds PosixPath.*, which is no text"),
+        ({"texts": {"novel": TEXT[:20]}}, r"^texts holds \{'novel': "),
+        ({"texts": [{"text": TEXT[:20]}]}, r"^texts holds \{'text': .* a data set as its column of texts"),
+        ({"texts": TEXT.encode()}, r"^texts holds b'"),
+        ({"texts": None}, r"^texts holds None"),
+        ({"texts": __file__}, r"^texts holds .* the name of a file and not its text\. Give pathlib\.Path\("),
+        ({"texts": [TEXT, __file__]}, r"^texts holds .* the name of a file and not its text"),
+        ({"questions": {"first": "Who came?"}}, r"^questions holds \{"),
+        ({"questions": [None]}, r"^questions holds None"),
+        ({"tokenizer": "smol"}, r"found 'smol'\. Load it: AutoTokenizer\.from_pretrained\('smol'\)"),
+        ({"tokenizer": None}, r"must be a tokenizer or processor of transformers, found None\."),
+    ],
+)
+def test_what_holds_no_text_and_no_tokenizer_is_refused(given: dict[str, Any], says: str) -> None:
+    """The keys of a dictionary, and the name of a file, were read as the text."""
+    asked = {"tokenizer": BYTES, "texts": TEXT, "questions": QUESTIONS} | given
+    for most in (None, 256):
+        with pytest.raises(InvalidParameterError, match=says):
+            ctxext.ask(model("yarn"), **asked, max_new_tokens=NEW, select=most)
+    del asked["questions"]
+    if "questions" not in given:
+        with pytest.raises(InvalidParameterError, match=says):
+            ctxext.read(model("yarn"), **asked, max_new_tokens=NEW)
+
+
+def test_texts_and_questions_may_come_one_by_one() -> None:
+    extended, parts = model("yarn"), [TEXT[:60], TEXT[60:90]]
+    expected = ctxext.ask(extended, BYTES, "\n\n".join(parts), QUESTIONS, max_new_tokens=NEW)
+    for several in (iter, tuple, np.array):
+        assert ctxext.ask(extended, BYTES, several(parts), several(QUESTIONS), max_new_tokens=NEW) == expected
 
 
 @pytest.mark.parametrize("letter", ["\U0001f600", "漢", "é"])
