@@ -21,7 +21,7 @@ from ctxext.core.subject import Subject
 from ctxext.errors import IncompatibleError, InvalidParameterError, PatchStateError
 from ctxext.evaluation.passkey import make_prompts
 from ctxext.measuring.checkpoint import Checkpoint
-from ctxext.measuring.forward import Progress, turning_point
+from ctxext.measuring.forward import Progress, require_evaluation, turning_point
 from ctxext.measuring.journal import Journal
 from ctxext.measuring.provenance import provenance_of
 from ctxext.measuring.readings import Readings, Refusal
@@ -294,11 +294,11 @@ def choose(
         InvalidParameterError: texts that are too short or too few, a target inside the trained window, or a budget
             below the smallest sizes.
         PatchStateError: the model is extended already.
-        IncompatibleError: the model has no rotary positions.
+        IncompatibleError: the model has no rotary positions, or is in training mode.
         ResultsError: ``folder`` holds another measurement, or cannot be written.
     """
     subject = Subject.of(model)
-    base = subject.model
+    require_evaluation(base := subject.model)  # before a hundred candidates are tried
     name = Path(getattr(base, "name_or_path", "") or type(base).__name__).name
     settings = ChoiceSettings(
         target_length=target_length,

@@ -140,10 +140,16 @@ def opened(model: nn.Module) -> tuple[Subject, PreTrainedModel, Replay]:
             f"The adapter ({peft.peft_type}) puts virtual tokens before the text, so positions are not those of the "
             f"text. Evaluate the base model, or an adapter that changes weights (LoRA and its kin)."
         )
-    if subject.model.training:
-        name = type(subject.model).__name__
-        raise IncompatibleError(f"{name} is in training mode, where dropout is noise. Call model.eval() first.")
+    require_evaluation(subject.model)
     return subject, *shell_of(subject.model)
+
+
+def require_evaluation(model: PreTrainedModel) -> None:
+    """Raise ``IncompatibleError`` for a model in training mode."""
+    if model.training:
+        raise IncompatibleError(
+            f"{type(model).__name__} is in training mode, where dropout is noise. Call model.eval() first."
+        )
 
 
 def check_token_ids(input_ids: Tensor, *, least: int) -> None:

@@ -32,7 +32,7 @@ from ctxext.core.patching import describe, patch
 from ctxext.core.subject import Subject
 from ctxext.errors import IncompatibleError, InvalidParameterError
 from ctxext.files import refuse_as_file
-from ctxext.measuring.forward import GREEDY, check_known, follows_unextended, forget_longest
+from ctxext.measuring.forward import GREEDY, check_known, follows_unextended, forget_longest, require_evaluation
 from ctxext.methods.parameters import checked_tokens
 from ctxext.mistakes import text_tokenizer
 from ctxext.recommended import RECOMMENDED
@@ -319,6 +319,7 @@ class ReadText:
 
     def _write(self, prompt: list[int], cache: Any, new: int, streamer: Any = None) -> list[int]:
         """Return the tokens that the model writes after a prompt, whose beginning the cache may hold."""
+        require_evaluation(self.subject.model)
         graphs, cached = self.compiles and new > 1, int(cache.get_seq_length())
         if graphs and len(prompt) - cached > CHUNK:
             self._write(prompt[:-1], cache, 1)  # in chunks, which run outside of graphs

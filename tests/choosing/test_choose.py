@@ -23,6 +23,7 @@ from ctxext.measuring import loss
 from ctxext.measuring.checkpoint import Checkpoint
 from ctxext.measuring.journal import Journal
 from ctxext.measuring.loss import loss_by_position
+from ctxext.measuring.readings import Readings
 from ctxext.measuring.statistics import PairedDifference
 from ctxext.methods.ntk import NTK
 from ctxext.methods.pi import PI
@@ -266,6 +267,15 @@ def test_what_holds_no_text_and_no_tokenizer_is_refused(
     asked: dict[str, Any] = {"tokenizer": BYTES_AFTER_BOS, "texts": TEXTS, "target_length": TARGET} | given
     with pytest.raises(InvalidParameterError, match=says):
         ctxext.choose(model, **asked)
+
+
+def test_dropout_is_refused_before_a_candidate_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    def find(*_: Any, **__: Any) -> None:
+        raise AssertionError("candidates were tried")
+
+    monkeypatch.setattr(Readings, "find", find)
+    with pytest.raises(IncompatibleError, match=r"is in training mode.* Call model\.eval\(\) first"):
+        chosen(byte_model().train())
 
 
 def test_other_positions_than_rotary_ones_are_refused() -> None:

@@ -149,6 +149,22 @@ def test_a_model_that_goes_on_from_no_text_is_refused(made: Any) -> None:
             ask(made(), BYTES, TEXT[:20], QUESTIONS, max_new_tokens=NEW)
 
 
+def test_dropout_answers_nothing(tmp_path: Path) -> None:
+    """Activation checkpointing in training would leave the cache, and a file of it, empty."""
+    extended = model("yarn")
+    text = ctxext.read(extended, BYTES, TEXT, max_new_tokens=NEW)
+    extended.train().gradient_checkpointing_enable()
+    for ask in (
+        lambda: ctxext.ask(extended, BYTES, TEXT, QUESTIONS, max_new_tokens=NEW),
+        lambda: ctxext.read(extended, BYTES, TEXT, keep=tmp_path / "kept.safetensors", max_new_tokens=NEW),
+        lambda: text.ask(QUESTIONS[0]),
+        lambda: list(text.stream(QUESTIONS[0])),
+    ):
+        with pytest.raises(IncompatibleError, match=r"LlamaForCausalLM is in training mode.* Call model\.eval\(\)"):
+            ask()
+    assert not [*tmp_path.iterdir()]
+
+
 @pytest.mark.usefixtures("_any_types")
 @pytest.mark.parametrize(
     ("given", "says"),
