@@ -314,9 +314,11 @@ class ReadText:
     def _prompt(self, question: str) -> list[int]:
         return prompt_of(self.tokenizer, self.text, question, completes=self.completes)
 
+    @torch.inference_mode(False)
     def _empty(self) -> Any:
         return new_cache(self.subject.model, self._room)
 
+    @torch.inference_mode(False)  # a cache of a fixed size is written to later, perhaps outside of that mode
     def _write(self, prompt: list[int], cache: Any, new: int, streamer: Any = None) -> list[int]:
         """Return the tokens that the model writes after a prompt, whose beginning the cache may hold."""
         require_evaluation(self.subject.model)

@@ -493,6 +493,20 @@ def test_a_model_that_has_changed_reads_its_text_again(change: str, tmp_path: Pa
 @takes_graphs
 @pytest.mark.slow
 @pytest.mark.usefixtures("_without_checker")
+@pytest.mark.parametrize("compiles", [False, True])
+def test_what_was_read_in_inference_mode_is_asked_outside(compiles: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ctxext.serving.ask.as_graphs", in_eager_graphs)
+    torch._dynamo.reset()
+    extended = model("yarn")
+    with torch.inference_mode():
+        text = ctxext.read(extended, BYTES, TEXT[:120], compiles=compiles, max_new_tokens=NEW)
+    answers = [text.ask(question) for question in QUESTIONS]
+    assert answers == [whole(extended, BYTES, TEXT[:120], question) for question in QUESTIONS]
+
+
+@takes_graphs
+@pytest.mark.slow
+@pytest.mark.usefixtures("_without_checker")
 @pytest.mark.parametrize(("method", "parameters"), METHODS[:4], ids=[method for method, _ in METHODS[:4]])
 def test_steps_as_graphs_give_the_same_answers(
     method: str, parameters: dict[str, Any], monkeypatch: pytest.MonkeyPatch
