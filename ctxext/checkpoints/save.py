@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import shutil
 from fnmatch import fnmatch
 from pathlib import Path
@@ -39,7 +40,13 @@ from ctxext.core.rebuild import own_defaults
 from ctxext.core.rotary import find_places, require_as_configured
 from ctxext.core.saved import extended_texts, extensions_in
 from ctxext.core.subject import Subject
-from ctxext.errors import CheckpointError, CtxextError, InvalidParameterError, PatchStateError
+from ctxext.errors import (
+    CheckpointError,
+    CtxextError,
+    InvalidParameterError,
+    PatchStateError,
+    refuse_unknown,
+)
 from ctxext.files import StrPath, replaced_weights, whole_files
 from ctxext.methods import RopeMethod, saved_class
 from ctxext.mistakes import text_tokenizer
@@ -49,6 +56,7 @@ from ctxext.models.table import LearnedTable
 
 UNREACHED = (OSError, HTTPError)  # the second of a connection that fails
 HUB_OPTIONS = ("repo_id", "commit_message", "create_pr", "private", "token")
+OLDER_OPTIONS = ("safe_serialization", "save_function")  # of transformers 4; the first is PEFT's too
 ADAPTER_FILES = (ENCODING_FILE, ADAPTER_FILE, EXTENSION_FILE)
 PATCH_ANEW = (
     "One of them was changed after the extension, and no saved checkpoint could hold that. Call "
@@ -98,6 +106,7 @@ def save(
         CheckpointError: if ``directory`` is a file, holds files that programs would read instead of the model or with
             it, or cannot be written, or its model card cannot be read; existing files are then unchanged. Or if the
             upload fails.
+        UnknownNameError: an argument that nothing here takes, such as a misspelt ``tokenizer``.
         IncompatibleError: with ``remote_code``, a model that no ``AutoModel`` of transformers loads.
         InvalidParameterError: for a SentenceTransformer, which saves itself, for a tokenizer that pads with another
             token than the one that positions leave out, for a name that the hub does not take, for an adapter in
@@ -108,13 +117,14 @@ def save(
     require_own_config(inner)
     if extension is None:
         raise PatchStateError(f"This {type(inner).__name__} is not extended; save it with save_pretrained.")
+    adapted = next((wrapper for wrapper in subject.chain if hasattr(wrapper, "peft_config")), None)
+    _refuse_unknown(saving, inner, adapted)
     place, holder = Path(directory), subject.chain[0]
     if isinstance(holder, nn.Sequential) and not (place / "modules.json").is_file():  # of sentence-transformers
         raise InvalidParameterError(
             f"ctxext.save writes the {type(inner).__name__} of this {type(holder).__name__} alone, without its other "
             f"modules. Call save_pretrained of the {type(holder).__name__}, which keeps the extension."
         )
-    adapted = next((wrapper for wrapper in subject.chain if hasattr(wrapper, "peft_config")), None)
     _refuse_place(place, adapted, saving.get("variant"))
     if tokenizer is not None:
         require_padding(inner, text_tokenizer(tokenizer))
@@ -179,6 +189,13 @@ def save(
         ) from error
     if is_published:
         _publish(place, written, hub, adapted, saving.get("variant"))
+
+
+def _refuse_unknown(saving: dict[str, Any], *saved: Any) -> None:
+    """Raise ``UnknownNameError`` for an argument that no ``save_pretrained`` takes: it would be passed over."""
+    takers = [save, PreTrainedModel.save_pretrained, *(type(one).save_pretrained for one in saved if one is not None)]
+    known = {*HUB_OPTIONS, *OLDER_OPTIONS}.union(*(inspect.signature(taker).parameters for taker in takers))
+    refuse_unknown("argument of ctxext.save", saving, known - {"self", "save_directory", "saving", "kwargs"})
 
 
 def _refuse_place(place: Path, adapted: Any, variant: str | None) -> None:

@@ -12,7 +12,7 @@ from peft import LoraConfig, get_peft_model
 from transformers import BertModel, LlamaForCausalLM
 
 import ctxext
-from ctxext.errors import CheckpointError, InvalidParameterError
+from ctxext.errors import CheckpointError, InvalidParameterError, UnknownNameError
 from ctxext.files import read_json
 from tests._checkpoints import contents
 from tests._models import bert, logits, tiny, tokens
@@ -114,6 +114,22 @@ def test_an_adapter_in_a_form_that_is_not_read_is_refused(tmp_path: Path) -> Non
         ctxext.save(model, tmp_path, safe_serialization=False)
     assert contents(tmp_path) == before
     ctxext.save(model, tmp_path, safe_serialization=True)
+
+
+@pytest.mark.parametrize("model", [whole, adapted], ids=["whole", "adapter"])
+def test_an_argument_that_nothing_takes_is_refused(model: Any, tmp_path: Path) -> None:
+    """transformers and PEFT pass over it: the tokenizer was not saved, and the wrong branch of the hub written to."""
+    made = model()
+    for name, said in (
+        ("tokeniser", "Did you mean 'tokenizer'"),
+        ("max_shard_sise", "Did you mean 'max_shard_size'"),
+        ("processor", ".*Known: .*tokenizer"),
+        ("revision", ".*Known: "),
+    ):
+        with pytest.raises(UnknownNameError, match=rf"^Unknown argument of ctxext\.save '{name}'\. {said}"):
+            ctxext.save(made, tmp_path / "new", **{name: "x"})
+    assert not (tmp_path / "new").exists()
+    ctxext.save(made, tmp_path / "new", is_main_process=True, safe_serialization=True, state_dict=None)
 
 
 class Processor:
