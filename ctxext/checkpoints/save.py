@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import os
 import shutil
 from fnmatch import fnmatch
 from pathlib import Path
@@ -46,6 +47,7 @@ from ctxext.errors import (
     InvalidParameterError,
     PatchStateError,
     refuse_unknown,
+    shown,
 )
 from ctxext.files import StrPath, replaced_weights, whole_files
 from ctxext.methods import RopeMethod, saved_class
@@ -110,7 +112,7 @@ def save(
         IncompatibleError: with ``remote_code``, a model that no ``AutoModel`` of transformers loads.
         InvalidParameterError: for a SentenceTransformer, which saves itself, for a tokenizer that pads with another
             token than the one that positions leave out, for a name that the hub does not take, for an adapter in
-            another form than ``load`` reads, or for ``remote_code`` with an adapter.
+            another form than ``load`` reads, for ``results`` that are no text, or for ``remote_code`` with an adapter.
     """
     subject = Subject.of(model)
     inner, extension = subject.model, subject.saved
@@ -136,6 +138,10 @@ def save(
             validate_repo_id(hub["repo_id"])
         except HFValidationError as error:
             raise InvalidParameterError(f"repo_id={hub['repo_id']!r} is not a name on the hub: {error}") from error
+    if results is not None and (not isinstance(results, str) or os.path.isfile(results)):
+        raise InvalidParameterError(
+            f"results must be the text of a report, found {shown(results)}. Give pathlib.Path(FILE).read_text()."
+        )
     if adapted not in (None, inner) and not saving.get("safe_serialization", True):
         raise InvalidParameterError(
             "safe_serialization=False: ctxext reads adapters from safetensors alone, such as the file of an earlier "

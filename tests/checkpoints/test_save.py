@@ -116,6 +116,20 @@ def test_an_adapter_in_a_form_that_is_not_read_is_refused(tmp_path: Path) -> Non
     ctxext.save(model, tmp_path, safe_serialization=True)
 
 
+@pytest.mark.usefixtures("_any_types")
+def test_a_report_is_its_text_and_not_its_name(tmp_path: Path) -> None:
+    """The card held the name, and a path ended in an error when all weights had been written."""
+    (tmp_path / "report.md").write_text("# Perplexity\n\nIt fell.\n")
+    for results in (tmp_path / "report.md", str(tmp_path / "report.md"), ["It fell."], {"loss": 2.0}):
+        with pytest.raises(
+            InvalidParameterError, match=r"^results must be the text of a report, found .*read_text\(\)"
+        ):
+            ctxext.save(whole(), tmp_path / "new", results=results)
+    assert not (tmp_path / "new").exists()
+    ctxext.save(whole(), tmp_path / "new", results=(tmp_path / "report.md").read_text())
+    assert "It fell." in (tmp_path / "new" / "README.md").read_text()
+
+
 @pytest.mark.parametrize("model", [whole, adapted], ids=["whole", "adapter"])
 def test_an_argument_that_nothing_takes_is_refused(model: Any, tmp_path: Path) -> None:
     """transformers and PEFT pass over it: the tokenizer was not saved, and the wrong branch of the hub written to."""
