@@ -142,6 +142,10 @@ def save(
         raise InvalidParameterError(
             f"results must be the text of a report, found {shown(results)}. Give pathlib.Path(FILE).read_text()."
         )
+    if adapted is inner and not saving.get("save_peft_format", True):
+        raise InvalidParameterError(
+            "save_peft_format=False: ctxext reads adapters by the names that PEFT gives their weights. Leave it out."
+        )
     if adapted not in (None, inner) and not saving.get("safe_serialization", True):
         raise InvalidParameterError(
             "safe_serialization=False: ctxext reads adapters from safetensors alone, such as the file of an earlier "

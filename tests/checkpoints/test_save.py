@@ -9,6 +9,7 @@ import pytest
 import torch
 from huggingface_hub import constants
 from peft import LoraConfig, get_peft_model
+from safetensors.torch import load_file, save_file
 from transformers import BertModel, LlamaForCausalLM
 
 import ctxext
@@ -128,6 +129,23 @@ def test_a_report_is_its_text_and_not_its_name(tmp_path: Path) -> None:
     assert not (tmp_path / "new").exists()
     ctxext.save(whole(), tmp_path / "new", results=(tmp_path / "report.md").read_text())
     assert "It fell." in (tmp_path / "new" / "README.md").read_text()
+
+
+def test_an_adapter_under_names_that_peft_does_not_find_is_refused(tmp_path: Path) -> None:
+    """As transformers writes its own adapters where it is told to: none of its weights would be found again."""
+    model = whole()
+    model.peft_config = {"default": LoraConfig(target_modules=["q_proj"], r=2)}
+    with pytest.raises(InvalidParameterError, match=r"^save_peft_format=False: ctxext reads adapters by the names"):
+        ctxext.save(model, tmp_path / "new", save_peft_format=False)
+    assert not (tmp_path / "new").exists()
+    ctxext.save(adapted(), tmp_path / "peft", save_peft_format=False)  # which PEFT passes over
+    ctxext.load(tmp_path / "peft", base=whole())
+    path = tmp_path / "peft" / "adapter_model.safetensors"
+    save_file({name.removeprefix("base_model.model."): weight for name, weight in load_file(path).items()}, path)
+    base = whole()
+    with pytest.raises(CheckpointError, match=r"without base_model\.model\. in front of it.*save_peft_format=False"):
+        ctxext.load(tmp_path / "peft", base=base)
+    assert not hasattr(base, "peft_config")
 
 
 @pytest.mark.parametrize("model", [whole, adapted], ids=["whole", "adapter"])
