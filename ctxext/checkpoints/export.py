@@ -18,7 +18,7 @@ from ctxext.checkpoints.carried import already_extended, arguments_of, plain_con
 from ctxext.checkpoints.classes import meta_model, model_class
 from ctxext.checkpoints.gguf_file import scaling_in_gguf
 from ctxext.checkpoints.into_gguf import write_into_gguf
-from ctxext.checkpoints.load import extended_config
+from ctxext.checkpoints.load import extended_config, refuse_without_method
 from ctxext.checkpoints.source import checked_path, gguf_inside, keeps_old_readers_out, read_any_config
 from ctxext.core.patching import extend
 from ctxext.core.saved import GUARDED_FIELD, saved_extension, saved_method, saved_sides
@@ -72,7 +72,7 @@ def export(
         PatchStateError: the checkpoint is not extended and no method is given.
         CheckpointError: nothing at ``checkpoint``, an adapter, or a config that contradicts itself; or the GGUF file is
             of another model, or its copy cannot be written.
-        InvalidParameterError: a GGUF file for another runtime.
+        InvalidParameterError: a GGUF file for another runtime, or arguments of a method without one.
 
     Source: vLLM 0.33.0 (vllm/config/model.py, vllm/model_executor/layers/rotary_embedding); llama.cpp as vendored by
         llama_cpp_python 0.3.36 (conversion/, common/arg.cpp, src/llama-context.cpp); sglang 0.5.23 (srt/layers);
@@ -81,6 +81,8 @@ def export(
     refuse_unknown("export target", [to], RUNTIMES)
     if gguf is not None and to != "llama.cpp":
         raise InvalidParameterError(f"gguf: a GGUF file is written for llama.cpp, and not for {to}. Leave it out.")
+    if method is None:
+        refuse_without_method(arguments, "the extension that is there is exported")
     if isinstance(checkpoint, nn.Module):
         if method is not None:
             raise InvalidParameterError("A model is exported as it is patched; give method with a checkpoint path.")

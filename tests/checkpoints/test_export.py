@@ -529,6 +529,17 @@ def test_bad_input(
         export(checkpoints.get(place, tmp_path / place), **given)
 
 
+@pytest.mark.parametrize("given", [{"factor": 8.0}, {"target_length": 512}, {"ramp": "turns"}, {"trained_length": 64}])
+def test_arguments_of_a_method_without_one_are_refused(given: dict[str, Any], llama: Path, tmp_path: Path) -> None:
+    """They were passed over, and the flags were those of the extension that is there."""
+    model = ctxext.patch(AutoModelForCausalLM.from_pretrained(llama), "yarn", factor=4.0)
+    model.save_pretrained(tmp_path)
+    for extended in (model, tmp_path):
+        with pytest.raises(InvalidParameterError, match=rf"^{next(iter(given))}=.* belongs to a method; without one"):
+            export(extended, to="vllm", **given)
+        assert export(extended, to="vllm", factor=None).flags == ("--max-model-len", str(TARGET))
+
+
 @pytest.mark.parametrize(
     ("config", "method", "to", "words"),
     [
