@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import numbers
 import os
 from collections.abc import Iterable
 from dataclasses import fields, replace
@@ -81,9 +82,11 @@ def export(
     refuse_unknown("export target", [to], RUNTIMES)
     if gguf is not None and to != "llama.cpp":
         raise InvalidParameterError(f"gguf: a GGUF file is written for llama.cpp, and not for {to}. Leave it out.")
+    if gguf is not None and (isinstance(gguf, str | os.PathLike) or len(gguf) != 2):
+        raise InvalidParameterError(f"gguf must be two paths, of a GGUF file and of the copy to write, found {gguf!r}.")
     if method is None:
         refuse_without_method(arguments, "the extension that is there is exported")
-    if isinstance(checkpoint, nn.Module):
+    if not isinstance(checkpoint, str | os.PathLike):
         if method is not None:
             raise InvalidParameterError("A model is exported as it is patched; give method with a checkpoint path.")
         subject = Subject.of(checkpoint)
@@ -135,10 +138,15 @@ def _patch_command(place: str, method: Any, trust_remote_code: bool, arguments: 
     options = {field.name for field in fields(ExtensionArguments)}
     words = ["ctxext", "patch", place, "NEW"] + ["--trust-remote-code"] * trust_remote_code
     for name, value in given.items():
-        said = value if isinstance(value, str) else json.dumps(value)
+        said = value if isinstance(value, str) else json.dumps(value, default=_plain_number)
         if value is not None:
             words += [f"--{name.replace('_', '-')}", said] if name in options else ["-p", f"{name}={said}"]
     return tuple(words)
+
+
+def _plain_number(number: Any) -> int | float:
+    """Return a number of NumPy, or a fraction, as one of Python's, which JSON has."""
+    return int(number) if isinstance(number, numbers.Integral) else float(number)
 
 
 def _read(

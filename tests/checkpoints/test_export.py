@@ -11,8 +11,10 @@ import json
 import math
 import shlex
 import shutil
+from fractions import Fraction
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -529,6 +531,23 @@ def test_bad_input(
         export(checkpoints.get(place, tmp_path / place), **given)
 
 
+@pytest.mark.usefixtures("_any_types")
+def test_numbers_of_numpy_and_a_pipeline(llama: Path) -> None:
+    """vLLM needs a copy of what flags would leave behind, and the command that writes it names each argument."""
+    given: dict[str, Any] = {"to": "vllm", "method": "self_extend"}
+    expected = export(llama, **given, target_length=TARGET)
+    assert expected.first
+    assert export(llama, **given, target_length=np.int64(TARGET)).first == expected.first
+    halves = export(llama, **given, factor=Fraction(5, 2)).first
+    assert halves[halves.index("--factor") + 1] == "2.5"
+    model = ctxext.patch(AutoModelForCausalLM.from_pretrained(llama), "yarn", factor=4.0)
+    holder = SimpleNamespace(model=model, tokenizer=None)
+    assert export(holder, to="vllm").flags == export(model, to="vllm").flags
+    for no_model in (None, 5):
+        with pytest.raises(IncompatibleError, match=r"^ctxext extends transformers models; found (NoneType|int)\."):
+            export(no_model, to="vllm")
+
+
 @pytest.mark.parametrize("given", [{"factor": 8.0}, {"target_length": 512}, {"ramp": "turns"}, {"trained_length": 64}])
 def test_arguments_of_a_method_without_one_are_refused(given: dict[str, Any], llama: Path, tmp_path: Path) -> None:
     """They were passed over, and the flags were those of the extension that is there."""
@@ -538,6 +557,15 @@ def test_arguments_of_a_method_without_one_are_refused(given: dict[str, Any], ll
         with pytest.raises(InvalidParameterError, match=rf"^{next(iter(given))}=.* belongs to a method; without one"):
             export(extended, to="vllm", **given)
         assert export(extended, to="vllm", factor=None).flags == ("--max-model-len", str(TARGET))
+
+
+@pytest.mark.usefixtures("_any_types")
+@pytest.mark.parametrize("gguf", ["in.gguf", Path("in.gguf"), ("in.gguf",), ("a", "b", "c")])
+def test_a_gguf_file_alone_names_no_copy(gguf: Any, llama: Path) -> None:
+    with pytest.raises(
+        InvalidParameterError, match=r"^gguf must be two paths, of a GGUF file and of the copy to write"
+    ):
+        export(llama, to="llama.cpp", method="yarn", factor=2, gguf=gguf)
 
 
 @pytest.mark.parametrize(
