@@ -15,7 +15,7 @@ import warnings
 import zlib
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -426,6 +426,7 @@ def _unreadable() -> tuple[type[Exception], ...]:
         EOFError,
         OverflowError,  # a date beyond the year 9999
         NotImplementedError,  # a type of Arrow's that Python has none for
+        ImportError,  # of a package that reads sounds or images, in a column beside the texts
         zlib.error,
         lzma.LZMAError,
         *([data.exceptions.DatasetsError] if data else []),
@@ -437,7 +438,17 @@ def _unreadable() -> tuple[type[Exception], ...]:
 def _split_of(data: Any, split: str | None, source: str) -> tuple[Iterable[Row], str | None]:
     """Return the rows of the split to read, and its name."""
     chosen = _chosen_split(data if isinstance(data, dict) else (), split, source)
-    return map(_without_nulls, data if chosen is None else data[chosen]), chosen
+    return map(_without_nulls, _as_stored(data if chosen is None else data[chosen])), chosen
+
+
+def _as_stored(rows: Any) -> Any:
+    """Return rows whose sounds and pictures are not decoded: that takes packages and time, and no text comes of it."""
+    names = [name for name, feature in (rows.features or {}).items() if getattr(feature, "decode", False)]
+    if names and hasattr(rows, "decode"):  # of a stream, which may decode ahead
+        return rows.decode(False)
+    for name in names:
+        rows = rows.cast_column(name, replace(rows.features[name], decode=False))
+    return rows
 
 
 def _chosen_split(known: Collection[str], split: str | None, source: str) -> str | None:

@@ -352,6 +352,40 @@ def test_a_date_that_python_has_none_for_is_a_sentence(tmp_path: Path) -> None:
         list(read_documents([tmp_path / "rows.parquet"]))
 
 
+@pytest.mark.parametrize("where", ["saved", "streamed", "nested"])
+def test_sounds_and_pictures_beside_a_text_are_not_decoded(
+    where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """That takes packages, which few have, and time."""
+    datasets = pytest.importorskip("datasets")
+    monkeypatch.setattr(datasets.config, "TORCHCODEC_AVAILABLE", False)
+    monkeypatch.setattr(datasets.config, "PIL_AVAILABLE", False)
+    one = {"path": "a.wav", "bytes": b"no sound"}
+    kinds: dict[str, Any] = {"audio": datasets.Audio(), "image": datasets.Image()}
+    if where == "nested":
+        kinds = {"images": datasets.List(datasets.Image())}
+    columns = {name: [one] if where == "nested" else one for name in kinds}
+    rows = [{"text": "first", **columns}, {"text": "second", **columns}]
+    held: dict[str, Any] = {"bytes": datasets.Value("binary"), "path": datasets.Value("string")}
+    stored = dict.fromkeys(kinds, datasets.List(held) if where == "nested" else held)
+    text = datasets.Value("string")
+    table = datasets.Dataset.from_list(rows, features=datasets.Features(text=text, **stored))
+    table = table.cast(datasets.Features(text=text, **kinds))
+    if where == "streamed":
+        monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: table.to_iterable_dataset())
+        place: Any = "owner/name"
+    else:
+        table.save_to_disk(str(tmp_path / "saved"))
+        place = tmp_path / "saved"
+    if where == "nested":
+        with pytest.raises(
+            InvalidParameterError, match=r"Cannot read documents from 'saved': To support decoding image"
+        ):
+            list(read_documents([place]))
+        return
+    assert [document.text for document in read_documents([place])] == ["first", "second"]
+
+
 @pytest.mark.parametrize("module", ["datasets.exceptions", "huggingface_hub.errors"])
 def test_an_error_of_datasets_is_a_sentence_the_first_time_too(module: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is imported only where it is needed: inside of what its errors are explained around."""
