@@ -82,7 +82,7 @@ class Recorder:
         tokens, window = len(text.tokens), given.get("sliding_window")
         if window is not None and not (self.lifted and window >= tokens):
             # It can read no farther, whatever it has learned.
-            self.layers.setdefault(module, torch.zeros(key.shape[1]))
+            self.layers.setdefault(module, torch.zeros(key.shape[1], dtype=torch.float32, device="cpu"))
             self.windowed.add(module)
             return
         if not isinstance(mask, Tensor) or mask.shape[-2:] != (tokens, tokens) or query.shape[2] != tokens:
@@ -92,7 +92,7 @@ class Recorder:
             )
         keys, values = key.float(), value[..., :1].float()
         eager = attention_function(module, "eager")
-        total = torch.zeros(query.shape[1], device=query.device)
+        total = torch.zeros(query.shape[1], dtype=torch.float32, device=query.device)
         first, last = int(text.queries[0]), int(text.queries[-1])
         for start in range(first, last + 1, CHUNK):
             stop = min(start + CHUNK, last + 1)
@@ -116,7 +116,8 @@ def _as_bias(mask: Tensor) -> Tensor:
     """Return a mask in the form that is added to scores, in float32. It has true or 0 for the tokens that are seen."""
     if mask.dtype != torch.bool:
         return mask.float()
-    return torch.zeros(mask.shape, device=mask.device).masked_fill(~mask, torch.finfo(torch.float32).min)
+    zeros = torch.zeros(mask.shape, dtype=torch.float32, device=mask.device)
+    return zeros.masked_fill(~mask, torch.finfo(torch.float32).min)
 
 
 _recorder: ContextVar[Recorder | None] = ContextVar("recorder", default=None)

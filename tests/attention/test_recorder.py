@@ -136,6 +136,21 @@ def test_a_default_device_changes_nothing() -> None:
         assert heads(model, seeds=(0,)).probes == scores.probes
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("model_type", ["llama", "gemma3_text"])
+def test_a_default_dtype_changes_nothing(model_type: str, dtype: torch.dtype) -> None:
+    """As training programs set it: scores of three digits would choose other heads."""
+    model = tiny(model_type)
+    extended = ctxext.patch(tiny(), "retrieval_heads", factor=2, heads=[0, 1])
+    scores, share = heads(model, seeds=(0, 1)), retrieval_share(extended)
+    torch.set_default_dtype(dtype)
+    try:
+        found = heads(model, seeds=(0, 1)), retrieval_share(extended)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert found == (scores, share)
+
+
 def test_a_layer_that_attends_twice_in_a_pass_has_its_groups_once() -> None:
     """DiffLlama halves its values, and calls attention with each half."""
     model = tiny("diffllama")
