@@ -63,7 +63,7 @@ REFUSED = {
     "plan LLAMA --memory 80": "needs a unit, such as 80GiB",
     "plan LLAMA --memory 1KiB": "GiB of it for the weights",
     "plan LLAMA --length 0": "length must be a positive whole number of tokens, found 0",
-    "plan LLAMA --length 64 --mlp-tile 0": "mlp_tile must be at least 1 token, found 0",
+    "plan LLAMA --length 64 --mlp-tile 0": "mlp_tile must be a positive whole number of tokens, found 0",
     "plan LLAMA --length 64 --no-checkpointing --offload": "offload requires checkpointing=True",
 }
 

@@ -28,7 +28,7 @@ from ctxext.core.steps import Moment, Step, Work, register
 from ctxext.core.subject import Subject
 from ctxext.errors import IncompatibleError, InvalidParameterError, shown
 from ctxext.files import JsonObject, digest, parse_json, write_json
-from ctxext.methods.parameters import require
+from ctxext.methods.parameters import is_number, require
 from ctxext.methods.retrieval_heads import SHARE, RetrievalHeads
 from ctxext.mistakes import text_tokenizer
 from ctxext.spec import ExtensionArguments
@@ -84,11 +84,11 @@ class HeadScores:
         scores = self.scores
         ranked = [group for group in self.ranked() if self.place(group)[0] not in self.windowed]
         if share is not None:
-            if not 0 < share <= 1:
+            if not (is_number(share) and 0 < share <= 1):
                 raise InvalidParameterError(f"share must be above 0 and at most 1, found {shown(share)}.")
             # A share of 0.2 of 90 groups is 18, although 0.2 * 90 may come out a little above.
             return tuple(sorted(ranked[: max(1, math.ceil(share * len(ranked) - 1e-9))]))
-        if threshold is None or not 0 <= threshold <= 1:
+        if threshold is None or not (is_number(threshold) and 0 <= threshold <= 1):
             raise InvalidParameterError(f"threshold must be from 0 to 1, found {shown(threshold)}.")
         return tuple(sorted({ranked[0], *(group for group in ranked if scores[group] >= threshold)}))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numbers
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -26,7 +27,7 @@ from ctxext.measuring.journal import Journal
 from ctxext.measuring.provenance import provenance_of
 from ctxext.measuring.readings import Readings, Refusal
 from ctxext.measuring.survey import Job, ProcessGroup, Survey
-from ctxext.methods.parameters import checked_tokens
+from ctxext.methods.parameters import checked_tokens, require
 from ctxext.mistakes import text_tokenizer
 from ctxext.models import architecture_of
 from ctxext.models.rope import Rope
@@ -297,13 +298,14 @@ def choose(
         IncompatibleError: the model has no rotary positions, or is in training mode.
         ResultsError: ``folder`` holds another measurement, or cannot be written.
     """
+    require(isinstance(seed, numbers.Integral), "seed", seed, "a whole number")
     subject = Subject.of(model)
     require_evaluation(base := subject.model)  # before a hundred candidates are tried
     name = Path(getattr(base, "name_or_path", "") or type(base).__name__).name
     settings = ChoiceSettings(
         target_length=target_length,
         budget=budget,
-        seed=seed,
+        seed=int(seed),
         keys=keys,
         stock=stock,
         trained_length=trained_length,

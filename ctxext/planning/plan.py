@@ -8,6 +8,7 @@ with measured peaks.
 from __future__ import annotations
 
 import copy
+import numbers
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import Any
@@ -149,10 +150,11 @@ def plan_training(
     """
     from ctxext.training.lora import attach_lora
 
-    require(lora_rank >= 1, "lora_rank", lora_rank, "at least 1")
+    is_rank = isinstance(lora_rank, numbers.Integral) and lora_rank >= 1
+    require(is_rank, "lora_rank", lora_rank, "a whole number, at least 1")
     model = without_weights(config, dtype, trust_remote_code)
     weights, dequantised, advice = _weights(model, quantisation, training=True)
-    model = attach_lora(model, rank=lora_rank, norms=norms, embeddings=embeddings)
+    model = attach_lora(model, rank=int(lora_rank), norms=norms, embeddings=embeddings)
     memory = memory or Memory()
     replace(memory, offload=False).apply(model)  # nothing is moved where there is nothing to move
     trained = _bytes(weight for weight in model.parameters() if weight.requires_grad)
@@ -244,6 +246,7 @@ def reach_of(config: Any) -> int | None:
 
 def without_weights(config: Any, dtype: torch.dtype, trust_remote_code: bool = False) -> PreTrainedModel:
     """Build a model on the meta device, with the attention of its config."""
+    require(isinstance(dtype, torch.dtype), "dtype", dtype, "a dtype of torch, such as torch.bfloat16")
     if type(config) not in AutoModelForCausalLM._model_mapping and not trust_remote_code:
         raise IncompatibleError(
             f"A {config.model_type} is not a plain causal language model, and memory is planned for those only. Plan "

@@ -33,6 +33,7 @@ from ctxext.core.override import ForwardOverride
 from ctxext.core.subject import Subject, text_of
 from ctxext.errors import IncompatibleError, InvalidParameterError, PatchStateError
 from ctxext.measuring.head import box_inputs_of_head, require_head, require_pieces, shell_of
+from ctxext.methods.parameters import checked_tokens
 from ctxext.training.parallel import is_sharded
 from ctxext.training.sequences import IGNORED
 
@@ -63,8 +64,7 @@ def chunk_loss(model: nn.Module, *, chunk: int = 1024) -> ChunkedLoss:
         IncompatibleError: the model has no language modelling head, or its class has a loss that is not cross-entropy.
         PatchStateError: the model's loss is replaced already (by Liger, or by this function).
     """
-    if chunk < 1:
-        raise InvalidParameterError(f"chunk must be at least 1 token, found {chunk}.")
+    chunk = checked_tokens("chunk", chunk)
     causal = Subject.of(model).model
     require_head(causal)
     called = inspect.unwrap(type(causal).forward).__code__.co_names

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import inspect
+import numbers
 import os
 import platform
 import resource
@@ -24,6 +25,7 @@ from ctxext.core.edits import Edits
 from ctxext.core.override import ForwardOverride
 from ctxext.core.subject import Subject
 from ctxext.errors import IncompatibleError, InvalidParameterError
+from ctxext.methods.parameters import checked_tokens, require
 from ctxext.training.loss import chunk_loss
 
 ATTENTION_KERNELS = frozenset(
@@ -76,9 +78,8 @@ class Memory:
 
     def __post_init__(self) -> None:
         for name in ("loss_chunk", "mlp_tile"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise InvalidParameterError(f"{name} must be at least 1 token, found {value}.")
+            if (value := getattr(self, name)) is not None:
+                object.__setattr__(self, name, checked_tokens(name, value))
         for name in ("save_attention", "offload"):
             if getattr(self, name) and not self.checkpointing:
                 raise InvalidParameterError(f"{name} requires checkpointing=True.")
@@ -209,13 +210,13 @@ def return_freed_memory(*, above: int = 2**20) -> bool:
     Raises:
         InvalidParameterError: ``above`` out of range.
     """
-    if not 0 < above <= MOST_KEPT:
-        raise InvalidParameterError(f"above must be 1 to {MOST_KEPT} bytes (32 MiB, glibc's limit), found {above}.")
+    is_inside = isinstance(above, numbers.Integral) and 0 < above <= MOST_KEPT
+    require(is_inside, "above", above, f"1 to {MOST_KEPT} bytes (32 MiB, glibc's limit)")
     decided = "MALLOC_MMAP_THRESHOLD_" in os.environ or "mmap_threshold" in os.environ.get("GLIBC_TUNABLES", "")
     if platform.libc_ver()[0] != "glibc" or decided:
         return False
     mmap_threshold = -3  # M_MMAP_THRESHOLD in malloc.h
-    return bool(ctypes.CDLL(None).mallopt(mmap_threshold, above))
+    return bool(ctypes.CDLL(None).mallopt(mmap_threshold, int(above)))
 
 
 def peak_memory(device: torch.device) -> int:

@@ -58,11 +58,14 @@ def test_a_share_is_not_rounded_up_by_an_error_of_rounding() -> None:
         ({"share": 0.0}, "share must be above 0 and at most 1, found 0.0"),
         ({"share": 1.5}, "share must be above 0"),
         ({"share": math.nan}, "share must be above 0"),
+        ({"share": "0.2"}, "share must be above 0 and at most 1, found '0.2'"),
+        ({"threshold": "0.1"}, "threshold must be from 0 to 1, found '0.1'"),
         ({"threshold": -0.1}, "threshold must be from 0 to 1, found -0.1"),
         ({"threshold": math.nan}, "threshold must be from 0 to 1"),
     ],
 )
-def test_a_choice_out_of_range_is_refused(given: dict[str, float], message: str) -> None:
+@pytest.mark.usefixtures("_any_types")
+def test_a_choice_out_of_range_is_refused(given: dict[str, Any], message: str) -> None:
     with pytest.raises(InvalidParameterError, match=message):
         scores_of(0.1, 0.2, 0.3, 0.4, 0.5).chosen(**given)
 

@@ -6,12 +6,14 @@ import json
 from dataclasses import replace
 from io import BytesIO
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import matplotlib.figure
+import numpy as np
 import pytest
 import torch
-from transformers import LlamaForCausalLM, PreTrainedModel
+from transformers import LlamaForCausalLM, PreTrainedModel, pipeline
 
 import ctxext
 from ctxext.choosing import choose, halving, losses
@@ -259,14 +261,25 @@ def test_what_cannot_be_right_is_said_before_the_first_pass(
         ({"texts": None}, "^texts holds None, which is no text"),
         ({"texts": [*TEXTS, __file__]}, r"^texts holds .* the name of a file and not its text"),
         ({"tokenizer": "smol"}, r"found 'smol'\. Load it: AutoTokenizer\.from_pretrained\('smol'\)"),
+        ({"seed": "0"}, "^seed must be a whole number, found '0'"),
     ],
 )
-def test_what_holds_no_text_and_no_tokenizer_is_refused(
+def test_what_holds_no_text_no_tokenizer_and_no_seed_is_refused(
     model: LlamaForCausalLM, given: dict[str, Any], says: str
 ) -> None:
     asked: dict[str, Any] = {"tokenizer": BYTES_AFTER_BOS, "texts": TEXTS, "target_length": TARGET} | given
     with pytest.raises(InvalidParameterError, match=says):
         ctxext.choose(model, **asked)
+
+
+@pytest.mark.nightly
+@pytest.mark.usefixtures("_any_types")
+def test_a_pipeline_a_processor_an_array_of_texts_and_a_seed_of_numpy(choice: Choice, model: LlamaForCausalLM) -> None:
+    holder = pipeline("text-generation", model=model, tokenizer=BYTES_AFTER_BOS)
+    processor = SimpleNamespace(tokenizer=BYTES_AFTER_BOS)
+    texts = np.array(TEXTS)
+    found = ctxext.choose(holder, processor, texts=texts, target_length=np.int64(TARGET), seed=np.int64(0))
+    assert json.dumps(told(found)) == json.dumps(told(choice))
 
 
 def test_dropout_is_refused_before_a_candidate_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:

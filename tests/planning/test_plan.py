@@ -130,9 +130,16 @@ def tiny_of(config: LlamaConfig) -> Any:
     return AutoModelForCausalLM.from_config(config)
 
 
+@pytest.mark.usefixtures("_any_types")
+@pytest.mark.parametrize("given", [{"lora_rank": "8"}, {"lora_rank": 8.5}, {"lora_rank": None}, {"dtype": "bfloat16"}])
+def test_other_types_are_refused_by_name(given: dict[str, Any]) -> None:
+    with pytest.raises(InvalidParameterError, match=rf"^{next(iter(given))} must be a .*, found "):
+        plan_training(llama(2), **given)
+
+
 @pytest.mark.slow
 def test_refused() -> None:
-    with pytest.raises(InvalidParameterError, match="lora_rank must be at least 1, found 0"):
+    with pytest.raises(InvalidParameterError, match="lora_rank must be a whole number, at least 1, found 0"):
         plan_training(llama(2), lora_rank=0)
     with pytest.raises(UnknownNameError, match=r"Unknown quantisation 'nf3'. Did you mean 'nf4'\?"):
         plan_serving(llama(2), quantisation="nf3")

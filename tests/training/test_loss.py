@@ -269,7 +269,7 @@ class PastTheBase(LlamaForCausalLM):  # type: ignore[misc]
 
 
 def test_refused() -> None:
-    with pytest.raises(InvalidParameterError, match="chunk must be at least 1 token, found 0"):
+    with pytest.raises(InvalidParameterError, match="chunk must be a positive whole number of tokens, found 0"):
         chunk_loss(tiny(), chunk=0)
     with pytest.raises(IncompatibleError, match=r"XLMWithLMHeadModel has a loss of its own"):
         chunk_loss(tiny("xlm"))
@@ -292,6 +292,13 @@ def test_refused() -> None:
     value.backward(retain_graph=True)
     with pytest.raises(PatchStateError, match="one backward pass"):
         value.backward()
+
+
+@pytest.mark.usefixtures("_any_types")
+@pytest.mark.parametrize("given", ["1024", 14.0, True, None])
+def test_a_chunk_of_no_whole_number_is_refused(given: Any) -> None:
+    with pytest.raises(InvalidParameterError, match=r"^chunk must be a positive whole number of tokens, found "):
+        chunk_loss(tiny(), chunk=given)
 
 
 def test_device_hooks_stay_around() -> None:

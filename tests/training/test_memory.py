@@ -10,6 +10,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
@@ -132,7 +133,7 @@ def test_tiles_of_several_rows_pass_through_gpt2s_layers() -> None:
 
 
 def test_refused_and_nothing_changed(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(InvalidParameterError, match="mlp_tile must be at least 1 token, found 0"):
+    with pytest.raises(InvalidParameterError, match="mlp_tile must be a positive whole number of tokens, found 0"):
         Memory(mlp_tile=0)
     with pytest.raises(InvalidParameterError, match="offload requires checkpointing=True"):
         Memory(checkpointing=False, offload=True)
@@ -159,6 +160,28 @@ def test_refused_and_nothing_changed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
     with Memory().apply(model), pytest.raises(PatchStateError, match="in chunks already"):
         Memory().apply(model)
+
+
+@pytest.mark.usefixtures("_any_types")
+@pytest.mark.parametrize("given", ["1024", 1024.0, True, -1, [1024]])
+@pytest.mark.parametrize("name", ["loss_chunk", "mlp_tile"])
+def test_a_number_of_tokens_that_is_none_is_refused(name: str, given: Any) -> None:
+    """True was a chunk of one token; others ended in errors of Python's and torch's, some in the first step."""
+    with pytest.raises(InvalidParameterError, match=f"^{name} must be a positive whole number of tokens, found "):
+        Memory(**{name: given})
+
+
+@pytest.mark.usefixtures("_any_types")
+def test_numbers_of_numpy() -> None:
+    memory = Memory(loss_chunk=np.int64(9), mlp_tile=np.int64(7))
+    assert memory == Memory(loss_chunk=9, mlp_tile=7)
+    expected = gradients(model := tiny())
+    with memory.apply(model):
+        found = gradients(model)
+    assert all(torch.allclose(found[name], gradient, atol=1e-5) for name, gradient in expected.items())
+    for above in ("1", 2.5, 0, None):
+        with pytest.raises(InvalidParameterError, match=r"^above must be 1 to 33554432 bytes"):
+            return_freed_memory(above=above)
 
 
 PROGRAM = """
