@@ -206,7 +206,7 @@ def check_finite(losses: Tensor, where: str) -> None:
     if not losses.isfinite().all():
         raise IncompatibleError(
             f"The model returned NaN or infinite losses: {where}. Measure in another --dtype (fp32 has the range), "
-            f"or leave this method out. What is finished is kept where an --output was named."
+            f"or leave this method out."
         )
 
 

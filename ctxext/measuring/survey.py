@@ -17,7 +17,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, distributed, nn
 
-from ctxext.errors import InvalidParameterError
+from ctxext.errors import CtxextError, InvalidParameterError
 from ctxext.files import JsonObject
 from ctxext.measuring.checkpoint import Checkpoint
 from ctxext.measuring.forward import Progress, forget_longest, pass_cost, ticking
@@ -30,10 +30,7 @@ from ctxext.texts.corpus import Corpus, TokenisedDocument
 
 # A process that is done waits for the slowest job of the others, which may take hours.
 PATIENCE = datetime.timedelta(days=30)
-LESS = (
-    "Ask for smaller lengths, or run the same command on a device with more memory. What is finished is kept where an "
-    "--output was named."
-)
+LESS = "Ask for smaller lengths, or run the same command on a device with more memory."
 
 
 @dataclass(frozen=True)
@@ -178,13 +175,23 @@ class Survey(Generic[Work]):
             with reader.applied():
                 for job in mine:
                     began = time.perf_counter()
-                    with explain_out_of_memory(job.name):
+                    with self._saying_what_is_kept(), explain_out_of_memory(job.name):
                         answer = job.ask(reader.model, progress)
                     seconds = round(time.perf_counter() - began, 3)
                     about = {"key": job.key, "reading": reader.reading.name}
                     self.journal.keep(about | answer.values | {"seconds": seconds}, answer.losses)
         for answers in self.group.gather(self.journal.in_memory):
             self.journal.in_memory.update(answers)
+
+    @contextlib.contextmanager
+    def _saying_what_is_kept(self) -> Iterator[None]:
+        """Say at the end of an error where finished jobs are kept; a journal in memory goes with the process."""
+        try:
+            yield
+        except CtxextError as error:
+            if self.journal.path is None:
+                raise
+            raise type(error)(f"{error} What is finished is kept in {self.journal.path}.") from error
 
     def trials(self) -> list[tuple[Reader, list[Trial]]]:
         """Return every reader's answers to prompts, in the order of the prompts."""

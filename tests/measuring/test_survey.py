@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Any
+import contextlib
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, ClassVar
 
 import pytest
 import torch
 from torch import distributed
 
-from ctxext.errors import InvalidParameterError
-from ctxext.measuring.survey import explain_out_of_memory, launched_processes
+from ctxext.errors import IncompatibleError, InvalidParameterError
+from ctxext.measuring.journal import Journal
+from ctxext.measuring.survey import Answer, Job, Survey, explain_out_of_memory, launched_processes
 
 
 @pytest.mark.parametrize(("present", "device"), [(2, "cuda:1"), (0, "cpu")])
@@ -42,9 +47,7 @@ def test_a_torch_built_for_gpus_takes_the_cpu_where_there_is_none(
 )
 def test_a_device_without_memory_is_named_with_the_job(error: RuntimeError) -> None:
     with (
-        pytest.raises(
-            InvalidParameterError, match=r"Out of memory at yarn, a\.txt\. Ask .* kept where an --output was named"
-        ),
+        pytest.raises(InvalidParameterError, match=r"Out of memory at yarn, a\.txt\. Ask .* with more memory\.$"),
         explain_out_of_memory("yarn, a.txt"),
     ):
         raise error
@@ -52,3 +55,28 @@ def test_a_device_without_memory_is_named_with_the_job(error: RuntimeError) -> N
         torch.empty(2**46)
     with pytest.raises(RuntimeError, match="other"), explain_out_of_memory("here"):
         raise RuntimeError("other")
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Failing(Job):
+    error: Exception
+    is_causal: ClassVar[bool] = False
+
+    def ask(self, model: Any, progress: Any) -> Answer:
+        raise self.error
+
+
+@pytest.mark.usefixtures("_any_types")
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError("no memory"), IncompatibleError("It returned NaN.")])
+def test_what_is_finished_is_promised_where_it_is_kept(error: Exception, tmp_path: Path) -> None:
+    """A training run has an --output too, and keeps none of its measurements there."""
+    reader: Any = SimpleNamespace(applied=contextlib.nullcontext, model=None)
+    job = Failing(key="k", cost=1.0, reader=reader, name="one", error=error)
+    kept = tmp_path / "out.trials.jsonl"
+    for path in (kept, None):
+        checkpoint: Any = None
+        survey = Survey("ctxext eval", checkpoint, [job], journal=Journal(path))
+        with pytest.raises((InvalidParameterError, IncompatibleError)) as caught:
+            survey.measure([job])
+        assert str(caught.value).endswith(f" What is finished is kept in {kept}.") == (path is not None)
+        assert ("kept" in str(caught.value)) == (path is not None)
