@@ -284,6 +284,11 @@ class CacheGuard:
         if _learns_prefix(module):  # PEFT makes a cache of the learned prefix before each call
             self.takes_made = True
             return
+        if isinstance(half, PagedAttentionCache):
+            raise PatchStateError(
+                f"This manager's paged cache is without a record: it began before this {type(module).__name__} was "
+                f"extended, or belongs to a model around it. Extend the whole, by ctxext.patch, and start a new one."
+            )
         raise PatchStateError(
             f"{held} without a record, as by this model before it was patched. Now the model is extended by "
             f"{self.extension.said}, which may give other positions. Start with a new cache."

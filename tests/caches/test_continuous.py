@@ -301,7 +301,7 @@ def test_a_manager_that_its_caller_holds_is_refused_by_name_once_the_extension_c
         if before is None or after is not None:
             change(after)
         if before is None:  # transformers' own manager: the worker finds out
-            assert "before it was patched" in manager.get_result(manager.add_request(PROMPTS[0]), timeout=60).error
+            assert "it began before this" in manager.get_result(manager.add_request(PROMPTS[0]), timeout=60).error
         else:
             with pytest.raises(PatchStateError, match=rf"was extended by '{before}'.*model\.init_continuous_batching"):
                 manager.add_request(PROMPTS[2])
@@ -311,6 +311,21 @@ def test_a_manager_that_its_caller_holds_is_refused_by_name_once_the_extension_c
             change(before) if before is not None else None
         if before is not None and after is not None:  # extended as it was: its keys are right again
             assert manager.get_result(manager.add_request(PROMPTS[0]), timeout=60).error is None
+    finally:
+        manager.stop(hard_stop=True)
+
+
+@paged_in_layers
+def test_a_part_that_was_extended_alone_is_named_in_batches_of_the_whole() -> None:
+    """Its manager is transformers' own, whose cache holds no token yet."""
+    model = tiny()
+    ctxext.patch(model.model, "yarn", factor=4.0)
+    sizes = ContinuousBatchingConfig(**SIZES)
+    manager = model.init_continuous_batching(generation_config=SETTINGS, continuous_batching_config=sizes)
+    manager.start()
+    try:
+        error = manager.get_result(manager.add_request(PROMPTS[0]), timeout=60).error
+        assert "or belongs to a model around it. Extend the whole, by ctxext.patch" in error
     finally:
         manager.stop(hard_stop=True)
 
