@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import os
 from dataclasses import dataclass
 from typing import Any
 
@@ -55,6 +56,8 @@ class Subject:
             parts = dict(inner.named_modules()) if isinstance(inner, nn.Module) else getattr(inner, "__dict__", {})
             held = [name for name, part in parts.items() if isinstance(part, PreTrainedModel)]
             way = f" It holds one: extend its {held[0]}." if held else " Give the model that it was made from."
+            if isinstance(inner, str | os.PathLike):
+                way = f" Load it first: ctxext.load({os.fspath(inner)!r}, method=..., factor=...)."
             raise IncompatibleError(f"ctxext extends transformers models; found {type(given).__name__}.{way}")
         return cls(inner, tuple(wrappers))
 

@@ -138,7 +138,8 @@ class Alone(nn.Module):
     [
         (Alone(), r"found Alone\. It holds one: extend its inner\.backbone"),
         (nn.Linear(2, 2), r"found Linear\. Give the model that it was made from"),
-        ("llama", r"found str\. Give the model that it was made from"),
+        ("llama", r"found str\. Load it first: ctxext\.load\('llama', method="),
+        (Path("llama"), r"Load it first: ctxext\.load\('llama', method="),
         (None, r"found NoneType\. Give the model"),
     ],
 )
