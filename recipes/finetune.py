@@ -201,7 +201,7 @@ def finetune(settings: Settings, *, resume: bool = False) -> None:
         "checkpoint": {"name": loaded.name, "sha256": loaded.sha256, "dtype": loaded.dtype_note},
         "extension": model.config.ctxext,
         "data": str(sequences),
-        "texts": record_of(data.train, data.split),
+        "texts": record_of(data.train, data.split, settings.checkpoint),
         "trained": trained,
         **{name: [entry for entry in trainer.state.log_history if name in entry] for name in ("loss", SHARE)},
         "evaluation": {"before": before, "after": after},

@@ -2,27 +2,34 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from ctxext.errors import InvalidParameterError
+from ctxext.errors import CheckpointError, InvalidParameterError
 from ctxext.files import JsonObject, read_json
 from ctxext.texts.documents import installed_texts
 from ctxext.texts.folders import split_named
 
-RUN = "run.json"
+RUN, SETTINGS = "run.json", "settings.json"  # written at the end of a run, and at its beginning
 SAVED = re.compile(r"adapter|merged|model|checkpoint-\d+")  # folders of a run that hold a checkpoint
 
 
-def record_of(sources: Sequence[str], split: str | None) -> JsonObject:
-    """Return what a run writes down of the texts that it reads: absolute paths, names on the hub, and the split."""
-    return {"sources": [_absolute(source) for source in sources], "split": split}
+def record_of(sources: Sequence[str], split: str | None, checkpoint: str | None = None) -> JsonObject:
+    """Return what a run writes down of the texts that it reads: absolute paths, names on the hub, and the split.
+
+    Args:
+        checkpoint: Checkpoint that the run begins from. Its record becomes a part of this one.
+    """
+    record: JsonObject = {"sources": [_absolute(source) for source in sources], "split": split}
+    earlier = next((each for _, each in _records(checkpoint or "")), None)
+    return record if earlier is None else record | {"earlier": earlier}
 
 
 def refuse_trained(checkpoint: str, sources: Sequence[str], split: str | None) -> None:
-    """Refuse texts that a checkpoint was trained on, as the ``run.json`` of its run tells.
+    """Refuse texts that a checkpoint was trained on, as the files of its run tell, finished or not.
 
     Args:
         checkpoint: Directory of a checkpoint or an adapter; anything else has no record and passes.
@@ -33,19 +40,28 @@ def refuse_trained(checkpoint: str, sources: Sequence[str], split: str | None) -
         InvalidParameterError: a source is one that was trained on, lies in its folder, or holds its file, and both are
             read in the same split.
     """
-    place = Path(checkpoint)
-    run = (place if not SAVED.fullmatch(place.name) else place.parent) / RUN
-    trained = read_json(run).get("texts") if run.is_file() else None
-    if not isinstance(trained, dict):
-        return
-    trained_split = trained.get("split")
-    measured = sources or [str(path) for path in installed_texts()]
-    for _, other in _shared(measured, split, trained.get("sources", ()), trained_split):
-        of = f", split {trained_split}" if trained_split else ""
-        raise InvalidParameterError(
-            f"{checkpoint} was trained on {other}{of}, as {run} tells. A loss measured there tells nothing; "
-            f"give another text or split."
-        )
+    for path, trained in _records(checkpoint):
+        measured = sources or [str(path) for path in installed_texts()]
+        trained_split = trained.get("split")
+        for _, other in _shared(measured, split, trained.get("sources", ()), trained_split):
+            of = f", split {trained_split}" if trained_split else ""
+            raise InvalidParameterError(
+                f"{checkpoint} was trained on {other}{of}, as {path} tells. A loss measured there tells nothing; "
+                f"give another text or split."
+            )
+
+
+def _records(checkpoint: str) -> Iterator[tuple[Path, JsonObject]]:
+    """Yield the records of a checkpoint's run, and of the runs before it, each with the file that holds it."""
+    place = Path(checkpoint).absolute()  # "." has no name
+    run = place.parent if SAVED.fullmatch(place.name) else place
+    for path in (run / RUN, run / SETTINGS) if checkpoint else ():
+        record = None
+        with contextlib.suppress(CheckpointError):  # other programs have files of these names, too
+            record = read_json(path).get("texts") if path.is_file() else None
+        while isinstance(record, dict):
+            yield path, record
+            record = record.get("earlier")
 
 
 def refuse_shared(sources: Sequence[str], split: str | None, learned: Sequence[str], learned_split: str | None) -> None:

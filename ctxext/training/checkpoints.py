@@ -21,12 +21,12 @@ from ctxext.core.saved import checked_extension
 from ctxext.core.subject import Subject
 from ctxext.errors import CheckpointError, InvalidParameterError, PatchStateError
 from ctxext.files import JsonObject, digest, read_json, write_json
+from ctxext.texts.trained import SETTINGS, record_of
 from ctxext.training.sequences import Sequences
 from ctxext.training.settings import Settings, checked_settings
 
 COMPLETE = "complete"
 """Name of the file that is written into a checkpoint last."""
-SETTINGS = "settings.json"
 UNWRITTEN = (OSError, SafetensorError)
 WRITER = re.compile("PytorchStreamWriter|inline_container")  # in errors of torch.save, which have no class
 # Settings that may change between the two parts of a run without changing its losses.
@@ -123,11 +123,13 @@ def resume_point(settings: Settings, *, resume: bool) -> Path | None:
             )
         with saving(output):
             output.mkdir(parents=True, exist_ok=True)
-            write_json(stored, settings.model_dump())
+            texts = record_of(settings.data.train, settings.data.split, settings.checkpoint)
+            write_json(stored, settings.model_dump() | {"texts": texts})
         return None
     if checkpoint is None or not stored.is_file():
         raise CheckpointError(f"{output} holds no whole checkpoint to resume from; start a new run without --resume.")
-    earlier = checked_settings(read_json(stored), str(stored))
+    kept = {name: value for name, value in read_json(stored).items() if name != "texts"}
+    earlier = checked_settings(kept, str(stored))
     before, now = _flat(earlier.model_dump()), _flat(settings.model_dump())
     changes = [f"{key}={before.get(key)!r}, now {now.get(key)!r}" for key in now if before.get(key) != now.get(key)]
     changes = [change for change in changes if not change.startswith(FREE)]

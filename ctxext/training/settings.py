@@ -29,7 +29,7 @@ from ctxext.errors import InvalidParameterError, UnknownNameError, require_packa
 from ctxext.files import JsonObject, is_choice, refuse_no_weights, refuse_read_only
 from ctxext.mistakes import refuse_no_checkpoint, refuse_unknown_method, refuse_unknown_parameters
 from ctxext.texts.documents import refuse_among, require_sources
-from ctxext.texts.trained import refuse_shared
+from ctxext.texts.trained import refuse_shared, refuse_trained
 
 Retrieval = Literal["keys", "copies", "chains"]
 RETRIEVAL: tuple[Retrieval, ...] = ("keys", "copies", "chains")
@@ -428,7 +428,7 @@ def refuse_mistakes(settings: Settings) -> None:
 
     Raises:
         CtxextError: an unknown method, a package, checkpoint or text that is missing, a text that is both trained on
-            and measured, or an output that cannot be written or lies among the texts.
+            and measured, by this run or one before it, or an output that cannot be written or lies among the texts.
     """
     for package in ("accelerate", "datasets", "matplotlib", *["peft"] * (settings.table is None)):  # some at the end
         require_package(package, "train", "A run takes")
@@ -440,6 +440,8 @@ def refuse_mistakes(settings: Settings) -> None:
     texts = [*settings.data.train, *settings.evaluation.text]
     require_sources(texts)
     refuse_shared(settings.evaluation.text, settings.evaluation.split, settings.data.train, settings.data.split)
+    if settings.checkpoint is not None and settings.evaluation.text:
+        refuse_trained(settings.checkpoint, settings.evaluation.text, settings.evaluation.split)
     refuse_among(settings.output, texts)
     refuse_read_only(Path(settings.output))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -98,3 +99,42 @@ def test_names_of_rows_tell_their_split(split: str, trained: Trained) -> None:
     trained("books")
     named = [*read_documents(["books"], split=split), *read_documents([f"books/{split}.jsonl"])]
     assert [document.name for document in named] == [f"Moby Dick ({split})"] * 2
+
+
+@pytest.mark.parametrize("folder", ["adapter", "merged", "checkpoint-40", "."])
+def test_texts_of_a_run_that_is_not_finished_are_refused(folder: str, trained: Trained, tmp_path: Path) -> None:
+    place = trained("books", split="train", folder=folder)
+    (tmp_path / "run" / "run.json").rename(tmp_path / "run" / "settings.json")
+    with pytest.raises(InvalidParameterError, match=r"was trained on .*books, split train, as .*settings\.json tells"):
+        refuse_trained(str(place), ["books/train.jsonl"], None)
+    refuse_trained(str(place), ["books/test.jsonl"], None)
+
+
+def test_a_checkpoint_is_known_from_inside_of_its_folder(trained: Trained, monkeypatch: pytest.MonkeyPatch) -> None:
+    place = trained("owner/name")
+    monkeypatch.chdir(place)
+    with pytest.raises(InvalidParameterError, match="was trained on owner/name"):
+        refuse_trained(".", ["owner/name"], None)
+
+
+def test_texts_of_the_runs_before_are_refused_too(trained: Trained, tmp_path: Path) -> None:
+    """A run may begin with what another one merged."""
+    place, checkpoint = trained("books/train.jsonl"), tmp_path / "run" / "merged"
+    for number, learned in enumerate(["owner/name", "owner/other"]):
+        record = record_of([learned], "train", str(checkpoint))
+        checkpoint = tmp_path / str(number) / "merged"
+        checkpoint.mkdir(parents=True)
+        (checkpoint.parent / "run.json").write_text(json.dumps({"texts": record}))
+    shutil.rmtree(place.parent)  # what is written down does not need it any more
+    for measured in ("books/train.jsonl", "owner/name", "owner/other"):
+        with pytest.raises(InvalidParameterError, match=rf"was trained on .*{measured}"):
+            refuse_trained(str(checkpoint), [measured], None)
+    refuse_trained(str(checkpoint), ["books/test.jsonl"], None)
+
+
+@pytest.mark.parametrize("content", ["{} // of an editor", "[1]", '{"texts": "none"}'])
+def test_settings_of_another_program_say_nothing(content: str, trained: Trained) -> None:
+    place = trained("books", split="train")
+    (place.parent / "run.json").unlink()
+    (place.parent / "settings.json").write_text(content)
+    refuse_trained(str(place), ["books"], "train")

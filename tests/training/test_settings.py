@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,9 @@ from transformers import TrainingArguments
 from ctxext.errors import InvalidParameterError, UnknownNameError
 from ctxext.methods.base import resolve
 from ctxext.methods.yarn import YaRN
+from ctxext.texts.trained import refuse_trained
 from ctxext.training import Memory
+from ctxext.training.checkpoints import COMPLETE, resume_point
 from ctxext.training.settings import Settings, read_settings, refuse_mistakes
 
 FILE = """
@@ -218,3 +221,20 @@ def test_a_package_that_the_end_of_a_run_takes_is_missed_before_it(
         refuse_mistakes(settings)
     with contextlib.nullcontext() if package == "peft" else pytest.raises(InvalidParameterError):
         refuse_mistakes(settings.model_copy(update={"table": "whole"}))
+
+
+def test_texts_of_the_run_before_are_not_measured(settings: Any, checkpoint: Path, tmp_path: Path) -> None:
+    """A run writes down what it reads before its first step, and the next one may begin with its checkpoint."""
+    (text := tmp_path / "measured.txt").write_text("Once upon a time.", encoding="utf-8")
+    first = settings("--data.train", str(text), "--output", str(tmp_path / "first"))
+    assert resume_point(first, resume=False) is None
+    merged = shutil.copytree(checkpoint, tmp_path / "first" / "merged")
+    second = settings("--checkpoint", str(merged), "--evaluation.text", str(text))
+    with pytest.raises(InvalidParameterError, match=r"merged was trained on .*measured\.txt"):
+        refuse_mistakes(second)
+    assert resume_point(second, resume=False) is None
+    with pytest.raises(InvalidParameterError, match=r"checkpoint-2 was trained on .*measured\.txt"):
+        refuse_trained(str(tmp_path / "run" / "checkpoint-2"), [str(text)], None)
+    (tmp_path / "run" / "checkpoint-2").mkdir()
+    (tmp_path / "run" / "checkpoint-2" / COMPLETE).write_text("")
+    assert resume_point(second, resume=True) == tmp_path / "run" / "checkpoint-2"
