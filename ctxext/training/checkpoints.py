@@ -14,7 +14,7 @@ from torch import nn
 from transformers import TrainerCallback
 from transformers.trainer_callback import ExportableState
 
-from ctxext.checkpoints.adapters import encoding_digest, keep_extension
+from ctxext.checkpoints.adapters import ENCODING_FILE, EXTENSION_FILE, encoding_digest, keep_extension
 from ctxext.checkpoints.carried import differences
 from ctxext.core.edits import Edits
 from ctxext.core.saved import checked_extension
@@ -179,7 +179,8 @@ class ExtensionCallback(TrainerCallback, ExportableState):  # type: ignore[misc]
     if the adapter in the checkpoint carries its extension. Only this callback compares the two. From the start of
     training on, every saved adapter (checkpoints, ``trainer.save_model``) gets the extension. A PEFT model whose base
     was patched does so without the callback too, unless it only puts virtual tokens before the text (prompt and prefix
-    tuning).
+    tuning). What the Trainer uploads before the end (``hub_strategy="every_save"``) has the extension only by this
+    callback.
 
     Args:
         model: the model being trained, patched or not, or a PEFT wrapper around it.
@@ -207,6 +208,13 @@ class ExtensionCallback(TrainerCallback, ExportableState):  # type: ignore[misc]
             self.extension = self._subject.saved
             self.encoding = encoding_digest(self._subject)
         return {"args": {}, "attributes": {"extension": self.extension, "encoding": self.encoding}}
+
+    def on_push_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Copy the extension of the newest checkpoint to the folder that the Trainer uploads with the adapter of it."""
+        place = Path(args.output_dir)
+        for name in (ENCODING_FILE, EXTENSION_FILE) if state.is_world_process_zero else ():
+            if (path := place / f"checkpoint-{state.global_step}" / name).is_file():
+                shutil.copyfile(path, place / name)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, model: nn.Module | None = None, **_: Any) -> None:
         """Compare the checkpoint that is being resumed with the model."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -209,6 +210,26 @@ def test_the_best_adapter_comes_back_at_the_end(callback: bool, plain: Path, tmp
     assert run.state.best_model_checkpoint == str(tmp_path / "checkpoint-2")
     best = ctxext.load(tmp_path / "checkpoint-2", base=plain)
     assert torch.equal(logits(best, tokens()), logits(run.model.eval(), tokens()))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("build", [lora, lora_first])
+def test_what_is_uploaded_while_training_carries_the_extension(
+    build: Any, plain: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The Trainer copies the files of adapters that it knows out of a checkpoint, and uploads the copies."""
+    hub = tmp_path / "hub"
+
+    def upload_folder(folder_path: str, **_: Any) -> Any:
+        shutil.copytree(folder_path, hub, ignore=shutil.ignore_patterns("checkpoint-*"), dirs_exist_ok=True)
+        return SimpleNamespace(done=lambda: True)
+
+    api = SimpleNamespace(create_repo=lambda *_, **__: SimpleNamespace(repo_id="me/run"), upload_folder=upload_folder)
+    monkeypatch.setattr("transformers.trainer.hf_api", lambda *_, **__: api)
+    options = {"push_to_hub": True, "hub_strategy": "every_save", "hub_model_id": "me/run"}
+    run = trainer(build(extended), tmp_path / "run", max_steps=2, **options)
+    run.train()
+    assert torch.equal(logits(ctxext.load(hub, base=plain), tokens()), logits(run.model.eval(), tokens()))
 
 
 @pytest.mark.slow
