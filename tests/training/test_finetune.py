@@ -15,7 +15,8 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer
 
 import ctxext
-from ctxext.errors import CheckpointError, InvalidParameterError, PatchStateError
+from ctxext.errors import CheckpointError, IncompatibleError, InvalidParameterError, PatchStateError
+from ctxext.training.before_after import BeforeAndAfter
 from ctxext.training.checkpoints import last_checkpoint
 from ctxext.training.trainer import LongTrainer, NotANumberError
 from tests._models import logits, tokens
@@ -163,6 +164,27 @@ def test_a_disk_that_is_full_at_the_end_or_at_the_beginning_costs_nothing(
         patched.setattr(Path, "write_text", full)
         with pytest.raises(CheckpointError, match="Nothing was trained yet; make room, or choose another --output"):
             recipe.finetune(settings("--output", str(tmp_path / "new")))
+
+
+@pytest.mark.slow
+def test_a_measurement_that_fails_at_the_end_costs_nothing_else(
+    settings: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = tmp_path / "run"
+
+    def measure(self: Any, model: Any) -> dict[str, Any]:
+        if last_checkpoint(run) is not None:
+            raise IncompatibleError("The model returned NaN or infinite losses")
+        return {}
+
+    monkeypatch.setattr(BeforeAndAfter, "measure", measure)
+    with pytest.raises(IncompatibleError, match="returned NaN"):
+        recipe.finetune(settings("--merge", "--training.steps", "2"))
+    assert list(losses(run)) == [1, 2]
+    assert json.loads((run / "run.json").read_text(encoding="utf-8"))["evaluation"] == {"before": {}, "after": {}}
+    for place in ("adapter", "merged"):
+        assert AutoTokenizer.from_pretrained(run / place)("ab").input_ids[0] == 256
+    assert AutoModelForCausalLM.from_pretrained(run / "merged").config.ctxext["method"]["method"] == "yarn"
 
 
 def test_a_token_that_the_model_lacks_is_named_before_weights_are_read(
