@@ -58,7 +58,7 @@ from ctxext.texts.trained import RUN, record_of
 from ctxext.training import ExtensionCallback, Memory, return_freed_memory
 from ctxext.training.before_after import BeforeAndAfter, gain, summary
 from ctxext.training.checkpoint import in_fast_dtype, load_base, require_device, with_all_weights, with_found
-from ctxext.training.checkpoints import CompleteCheckpoints, last_checkpoint, resume_point, saving
+from ctxext.training.checkpoints import CompleteCheckpoints, alone_in, last_checkpoint, resume_point, saving
 from ctxext.training.curriculum import Curriculum, sequences_of, stages_of, try_stages
 from ctxext.training.documents import TokenisedDocuments
 from ctxext.training.figure import save_training_figure
@@ -79,7 +79,7 @@ def main(settings: Settings, resume: bool) -> None:
     # PEFT asks a config beside the weights whether the vocabulary grew; a GGUF file has none. Nothing makes it grow.
     warnings.filterwarnings("ignore", message=r"Could not find a config file in .*\.gguf")
     try:
-        with saying_what_is_left_out(say):
+        with saying_what_is_left_out(say), alone_in(settings.output, resume=resume):
             finetune(settings, resume=resume)
     except CtxextError as error:
         sys.exit(f"{type(error).__name__}: {error}")

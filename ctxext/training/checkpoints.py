@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import errno
+import fcntl
+import os
 import re
 import shutil
 from collections.abc import Iterator
@@ -21,7 +24,7 @@ from ctxext.core.saved import checked_extension
 from ctxext.core.subject import Subject
 from ctxext.errors import CheckpointError, InvalidParameterError, PatchStateError
 from ctxext.files import JsonObject, digest, read_json, write_json
-from ctxext.texts.trained import SETTINGS, record_of
+from ctxext.texts.trained import RUN, SETTINGS, record_of
 from ctxext.training.sequences import Sequences
 from ctxext.training.settings import Settings, checked_settings
 
@@ -29,6 +32,7 @@ COMPLETE = "complete"
 """Name of the file that is written into a checkpoint last."""
 UNWRITTEN = (OSError, SafetensorError)
 WRITER = re.compile("PytorchStreamWriter|inline_container")  # in errors of torch.save, which have no class
+WITHOUT_LOCKS = (errno.EBADF, errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS)  # of some file systems of networks
 # Settings that may change between the two parts of a run without changing its losses.
 FREE = (
     "output=",
@@ -109,7 +113,7 @@ def resume_point(settings: Settings, *, resume: bool) -> Path | None:
     """Return the checkpoint to resume from, None for a new run, which writes its settings into its directory.
 
     Raises:
-        PatchStateError: if the directory holds a run already, and ``resume`` is false.
+        PatchStateError: if the directory holds a run already, or its results, and ``resume`` is false.
         CheckpointError: if there is nothing to resume from.
         InvalidParameterError: if the run to resume had other settings; the message names each of them.
     """
@@ -120,6 +124,10 @@ def resume_point(settings: Settings, *, resume: bool) -> Path | None:
             raise PatchStateError(
                 f"{output} holds a run with {checkpoint.name}. Add --resume to go on from there, or choose another "
                 f"--output."
+            )
+        if (output / RUN).is_file():
+            raise PatchStateError(
+                f"{output} holds the results of a run ({RUN}), which a new run would replace. Choose another --output."
             )
         with saving(output):
             output.mkdir(parents=True, exist_ok=True)
@@ -139,6 +147,41 @@ def resume_point(settings: Settings, *, resume: bool) -> Path | None:
             f"new run in another --output."
         )
     return checkpoint
+
+
+@contextlib.contextmanager
+def alone_in(output: str | Path, *, resume: bool) -> Iterator[None]:
+    """Keep other programs from training into the same directory inside the block; a new run creates it.
+
+    Raises:
+        PatchStateError: if one does already.
+    """
+    is_ours = os.environ.get("RANK", "0") == "0"  # of several processes of a run, one has the directory for all
+    is_new = is_ours and not resume and not Path(output).exists()
+    with contextlib.ExitStack() as held:
+        if is_new:
+            with saving(output):
+                Path(output).mkdir(parents=True, exist_ok=True)
+            held.callback(_remove_empty, Path(output))
+        if is_ours and Path(output).is_dir():
+            held.callback(os.close, place := os.open(output, os.O_RDONLY))
+            try:
+                fcntl.flock(place, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError as error:
+                raise PatchStateError(
+                    f"Another program trains into {output} at this moment, and the two would write the same files. "
+                    f"Choose another --output, or wait for its end."
+                ) from error
+            except OSError as error:
+                if error.errno not in WITHOUT_LOCKS:
+                    raise
+        yield
+
+
+def _remove_empty(directory: Path) -> None:
+    """Remove a directory that was created for a run which wrote nothing."""
+    if directory.is_dir() and not any(directory.iterdir()):
+        directory.rmdir()
 
 
 @contextlib.contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import shutil
@@ -18,12 +19,19 @@ from transformers import AutoModelForCausalLM, Trainer, TrainingArguments, set_s
 import ctxext
 from ctxext.errors import CheckpointError, PatchStateError
 from ctxext.training import ExtensionCallback
-from ctxext.training.checkpoints import COMPLETE, CompleteCheckpoints, last_checkpoint, saving
+from ctxext.training.checkpoints import (
+    COMPLETE,
+    CompleteCheckpoints,
+    alone_in,
+    last_checkpoint,
+    resume_point,
+    saving,
+)
 from ctxext.training.documents import TokenisedDocuments
 from ctxext.training.sequences import TrainingSequences
 from tests._models import logits, tiny, tokens
 from tests._peft import refusal, through_transformers
-from tests.training._recipe import QUIET
+from tests.training._recipe import QUIET, recipe
 
 STEPS = 4
 Changed = Callable[[Any], Any]
@@ -286,3 +294,35 @@ def test_what_torch_raises_on_a_full_disk_says_how_to_go_on(tmp_path: Path) -> N
     for other in (RuntimeError("CUDA error: out of luck"), PatchStateError("It is patched already.")):
         with pytest.raises(type(other), match=str(other)), saving(tmp_path):
             raise other
+
+
+def test_two_programs_do_not_train_into_one_folder(
+    settings: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given, run = settings(), tmp_path / "run"
+    run.mkdir()
+    with alone_in(run, resume=False), pytest.raises(SystemExit, match=r"Another program trains into .*run at this"):
+        recipe.main(given, False)
+    with alone_in(run, resume=True), alone_in(tmp_path / "other", resume=False), pytest.MonkeyPatch.context() as others:
+        others.setenv("RANK", "1")  # a process of the same run
+        with alone_in(run, resume=False):
+            assert (tmp_path / "other").is_dir()
+    assert not (tmp_path / "other").exists(), "nothing was written"
+    with alone_in(tmp_path / "none", resume=True):
+        assert not (tmp_path / "none").exists()
+
+    def without(*_: Any) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr("fcntl.flock", without)
+    with alone_in(run, resume=True), alone_in(run, resume=True):
+        pass
+
+
+def test_the_results_of_a_run_are_not_replaced(settings: Any, tmp_path: Path) -> None:
+    """Its checkpoints are large, and were deleted."""
+    assert resume_point(settings(), resume=False) is None
+    assert resume_point(settings(), resume=False) is None, "it was killed before its first checkpoint"
+    (tmp_path / "run" / "run.json").write_text("{}")
+    with pytest.raises(PatchStateError, match=r"run holds the results of a run \(run\.json\).*another --output"):
+        resume_point(settings(), resume=False)
