@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import datetime
+import json
 import multiprocessing
 import os
 import statistics
@@ -24,8 +25,11 @@ from torch.profiler import ProfilerActivity, profile
 from transformers import AutoModelForCausalLM, BloomConfig, LlamaConfig, PreTrainedConfig
 from typer import BadParameter, Option
 
+from ctxext.errors import ResultsError
+from ctxext.files import digest
 from ctxext.measuring import provenance
-from ctxext.measuring.checkpoint import DTYPES
+from ctxext.measuring.checkpoint import DTYPES, Checkpoint
+from ctxext.measuring.journal import Journal
 
 Given = ParamSpec("Given")
 Result = TypeVar("Result")
@@ -198,6 +202,24 @@ def _resident(field: str) -> float:
         if line.startswith(f"{field}:"):
             return int(line.split()[1]) / 2**10
     raise KeyError(field)
+
+
+# What is finished
+
+
+def claim(output: Path, made_by: str, checkpoint: Checkpoint, **settings: object) -> None:
+    """Write down what the results in a folder or file are of, or refuse those of another checkpoint or setting.
+
+    Raises:
+        ResultsError: if they are, or nothing says what they are of.
+    """
+    said = json.dumps(settings, sort_keys=True, default=str)
+    beside = output.with_suffix(".study.jsonl")  # of a file; a folder has the claim inside
+    if output.suffix and output.exists() and not beside.exists():
+        raise ResultsError(f"{output} holds results, and no {beside.name} says of which checkpoint. Move it away.")
+    journal = Journal(beside) if output.suffix else Journal(output / "study.jsonl", identity=output / "study.json")
+    of_checkpoint = {"name": checkpoint.name, "sha256": checkpoint.sha256}
+    journal.claim({"made_by": made_by, "checkpoint": of_checkpoint, "settings": {"name": said, "sha256": digest(said)}})
 
 
 # The table

@@ -17,6 +17,8 @@ import pytest
 import torch
 import typer
 
+from ctxext.errors import ResultsError
+from ctxext.measuring.checkpoint import Checkpoint
 from scripts import bench
 from tests._models import tiny
 from tests._steps import compiled_step, launches, launches_a_layer
@@ -143,3 +145,23 @@ def test_every_stage_runs_on_a_cpu(tmp_path: Path) -> None:
     for method in ("stock", "self_extend", "dual_chunk"):
         assert f"| bf16 | {method} | 0." in (tmp_path / "compiled.md").read_text(), "a compiled step was measured"
     assert {"far-needles.md", "far-code-self_extend.md", "far-code-dual_chunk.md"} <= set(os.listdir(tmp_path))
+
+
+@pytest.mark.parametrize("name", ["answers.csv", "study"])
+def test_results_belong_to_one_checkpoint_and_its_settings(name: str, tmp_path: Path) -> None:
+    """A study that is repeated goes on from what it finds, whoever wrote that."""
+    one, other = (Checkpoint(name, tiny(), None, sha256=name) for name in ("one", "other"))
+    output = tmp_path / name
+    for _ in range(2):
+        bench.claim(output, "study.py", one, factor=2)
+        (output if output.suffix else output / "cells").write_text("results")
+    for checkpoint, factor, said in (
+        (other, 2, "another checkpoint: one"),
+        (one, 4, 'another settings: {"factor": 2}'),
+    ):
+        with pytest.raises(ResultsError, match=f"holds jobs of {said}"):
+            bench.claim(output, "study.py", checkpoint, factor=factor)
+    unknown = tmp_path / f"unknown-{name}"
+    unknown.write_text("results") if output.suffix else (unknown / "cells").mkdir(parents=True)
+    with pytest.raises(ResultsError, match=r"says of which checkpoint|is not empty and holds no earlier study"):
+        bench.claim(unknown, "study.py", one, factor=2)

@@ -1,6 +1,6 @@
 """Are more look-ups answered from a whole text, or from chunks that are chosen for the question?
 
-    python scripts/studies/lookups.py demo -o docs/evidence/lookups.csv
+    python scripts/studies/lookups.py demo -o lookups.csv
 
 Texts: files of Python's standard library, packed to 15,000 tokens. Look-ups: constants in them whose value the model
 completes after ``NAME =`` where it reads 1,000 tokens around the definition and nothing else. The same question is then
@@ -28,7 +28,7 @@ from ctxext.core.patching import patch
 from ctxext.measuring.checkpoint import load_checkpoint
 from ctxext.serving.ask import UNSURE, ReadText
 from ctxext.serving.selected import select, tokens_in
-from scripts.bench import machine, markdown_table
+from scripts.bench import claim, machine, markdown_table
 from scripts.studies.unsure import DEFINITION, Lookup, library
 
 TOKENS, AROUND, SIZES, NEW = 15_000, 1000, (1536, 4096), 12
@@ -122,6 +122,7 @@ def study(
 ) -> None:
     """Ask for constants by every reading, and print the table."""
     loaded = load_checkpoint(checkpoint)
+    claim(output, "lookups.py", loaded)
     model, tokenizer = loaded.model, loaded.tokenizer
     patch(model, "self_extend", factor=2)  # inside the trained window as before, bit for bit
     known = read_rows(output) if output.exists() else []

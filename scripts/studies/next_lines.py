@@ -39,7 +39,7 @@ from ctxext.files import write_whole
 from ctxext.measuring.statistics import grouped_difference
 from ctxext.methods import saved_class
 from ctxext.texts.documents import read_documents
-from scripts.bench import machine, markdown_table
+from scripts.bench import claim, machine, markdown_table
 
 NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]{5,}")
 SHORTEST_LINE = 8
@@ -175,6 +175,7 @@ def main(
     """Let each method and the last window complete lines, and print how well."""
     session = Session(source)
     session.load_weights()
+    claim(output, "next_lines.py", session.checkpoint, text=text, most=most)
     model, tokenizer = session.checkpoint.model, session.checkpoint.tokenizer
     own = ctxext.describe(model).method
     if own is not None:
@@ -188,7 +189,6 @@ def main(
     done = {}
     if path.exists():
         done = {(row["text"], row["by"]): row["lines"] for row in map(json.loads, path.read_text().splitlines())}
-    output.mkdir(parents=True, exist_ok=True)
     cut_name = f"last {window // 1024}K"
     found: dict[str, list[dict[str, Any]]] = defaultdict(list)
     for number, document in enumerate(list(read_documents([text]))[:documents]):

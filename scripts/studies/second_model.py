@@ -29,9 +29,10 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 import ctxext
 from ctxext.cli.options import run_script
 from ctxext.evaluation.passkey import make_prompts
+from ctxext.files import whole_file
 from ctxext.measuring.checkpoint import load_checkpoint
 from ctxext.measuring.loss import loss_by_position
-from scripts.bench import machine, markdown_table
+from scripts.bench import claim, machine, markdown_table
 
 BLOCK = 1024
 """Queries of a windowed layer whose scores are computed together."""
@@ -98,8 +99,8 @@ def main(
     """Measure what is missing, and print the tables."""
     AttentionInterface.register("windowed", windowed)
     AttentionMaskInterface.register("windowed", lambda **_: None)
-    output.mkdir(parents=True, exist_ok=True)
     loaded = load_checkpoint(checkpoint, dtype="bf16")
+    claim(output, "second_model.py", loaded, text=text, factor=factor, tokens=tokens, skip=skip)
     model, tokenizer = loaded.model, loaded.tokenizer
     trained = model.config.max_position_embeddings
     length = tokens or int(trained * factor)
@@ -113,7 +114,9 @@ def main(
         path = output / f"{name.replace('/', '_')}.pt"
         if not path.exists():
             start = time.monotonic()
-            torch.save(compute(), path)
+            found = compute()
+            with whole_file(path) as half:
+                torch.save(found, half)
             print(f"{name}: {time.monotonic() - start:.0f} s", flush=True)
         return torch.load(path)
 

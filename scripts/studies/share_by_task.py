@@ -37,7 +37,7 @@ from ctxext.methods.retrieval_heads import RetrievalHeads
 from ctxext.texts.documents import read_documents
 from ctxext.texts.haystack import of_text
 from ctxext.texts.repeats import repeats_from_afar
-from scripts.bench import machine, markdown_table
+from scripts.bench import claim, machine, markdown_table
 
 LENGTH, WINDOW, SINKS = 2048, 256, 4
 Scored = dict[str, list[int]]
@@ -91,6 +91,8 @@ def main(
 ) -> None:
     """Read every text with each share of the heads, and print what is kept."""
     loaded, console = load_checkpoint(checkpoint), Console()
+    if output is not None:
+        claim(output, "share_by_task.py", loaded, code=code, novels=novels, count=count)
     model, tokenizer = loaded.model, loaded.tokenizer
     ranked = heads(model).ranked()
     texts = [*asked(tokenizer, next(iter(read_documents([str(novels)]))), count)]

@@ -1,6 +1,6 @@
 """Does the mean probability of an answer tell right answers from wrong ones, and which limit does it best?
 
-    python scripts/studies/unsure.py demo -n 48 -o docs/evidence/unsure.csv
+    python scripts/studies/unsure.py demo -n 48 -o unsure.csv
 
 Look-ups: constants of Python's standard library, one of each file. The model reads some lines around the definition,
 once with it and once without every line that has the name, and completes ``NAME =`` or answers a question in the chat
@@ -28,7 +28,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 from ctxext.cli.options import run_script
 from ctxext.measuring.checkpoint import load_checkpoint
 from ctxext.serving.ask import ReadText
-from scripts.bench import machine, markdown_table
+from scripts.bench import claim, machine, markdown_table
 
 DEFINITION = re.compile(
     r"^([A-Z][A-Z0-9_]{4,}) = ([0-9][0-9xXa-fA-F_.*]*|'[^'\\]{2,16}'|\"[^\"\\]{2,16}\")\s*(?:#.*)?$"
@@ -143,6 +143,7 @@ def study(
 ) -> None:
     """Ask for each constant, and print the table of the half that did not choose the limit."""
     loaded = load_checkpoint(checkpoint)
+    claim(output, "unsure.py", loaded)
     answers = read_rows(output) if output.exists() else []
     with output.open("a", encoding="utf-8", newline="") as file:
         writer = csv.writer(file, lineterminator="\n")
