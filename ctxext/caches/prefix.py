@@ -15,6 +15,7 @@ from typing import Any
 
 import safetensors
 import torch
+import transformers
 from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PreTrainedModel, cache_utils
@@ -204,6 +205,8 @@ def depends_on(subject: Subject) -> JsonObject:
         "dtype": str(subject.model.dtype).removeprefix("torch."),
         "weights": weights_digest(subject.chain[0]),
         "ctxext": __version__,
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
     }
 
 

@@ -11,6 +11,7 @@ from transformers import DynamicCache, cache_utils
 import ctxext
 from ctxext.caches.prefix import Mark, read_prefix, why_no_prefix, write_prefix
 from ctxext.core.subject import Subject
+from ctxext.errors import CheckpointError
 from tests._models import logits, tiny, tokens
 
 
@@ -36,3 +37,20 @@ def test_layers_that_read_the_keys_of_others_hold_no_state(method: str | None, t
     right = logits(model, ids)[:, 40:]
     for each in found:
         torch.testing.assert_close(each, right, atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("package", ["ctxext", "torch", "transformers"])
+def test_a_file_belongs_to_the_versions_that_wrote_it(
+    package: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Keys that another version computed may differ in more than rounding: that is why the version was changed."""
+    subject, ids = Subject.of(tiny()), tokens(20)
+    cache = DynamicCache(config=subject.config)
+    with torch.no_grad():
+        subject.model(ids, past_key_values=cache)
+    write_prefix(tmp_path / "text.safetensors", subject, cache, ids[0].tolist())
+    read_prefix(tmp_path / "text.safetensors", subject)
+    place = "ctxext.caches.prefix.__version__" if package == "ctxext" else f"{package}.__version__"
+    monkeypatch.setattr(place, "0.0.1")
+    with pytest.raises(CheckpointError, match=rf"text\.safetensors was written with {package} \d.*0\.0\.1"):
+        read_prefix(tmp_path / "text.safetensors", subject)
