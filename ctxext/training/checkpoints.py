@@ -46,10 +46,11 @@ FREE = (
 
 
 class CompleteCheckpoints(TrainerCallback):  # type: ignore[misc]
-    """Marks a checkpoint after all its files are written, by a hash of the last sequence; others are never taken.
+    """Marks a checkpoint once all its files are written, by a hash of the last sequence and the files' sizes.
 
-    Then only the newest ``keep`` of the run stay, and what a kill left of others goes. The Trainer would also count and
-    delete copies that a user made, and would delete before the new checkpoint is whole.
+    Checkpoints without the mark are never taken. Then only the newest ``keep`` of the run stay, and what a kill left of
+    others goes. The Trainer would also count and delete copies that a user made, and would delete before the new
+    checkpoint is whole.
 
     A resumed run saves and logs as the new settings say, and no mean of losses spans the step where it was resumed.
     A run with other texts, or on more or fewer processes, is refused: it would read sequences twice or never.
@@ -62,7 +63,7 @@ class CompleteCheckpoints(TrainerCallback):  # type: ignore[misc]
         """Take the intervals from the current settings, not from the checkpoint."""
         state.compute_steps(args, state.max_steps)
         mark, last = self._mark(args, state)
-        if mark.is_file() and mark.read_text("utf-8") not in (last, ""):
+        if mark.is_file() and mark.read_text("utf-8").partition("\n")[0] not in (last, ""):
             raise InvalidParameterError(
                 f"The run in {args.output_dir} read other sequences up to step {state.global_step}. Resume with the "
                 f"same texts, on as many processes, or start a new run in another --output."
@@ -76,7 +77,9 @@ class CompleteCheckpoints(TrainerCallback):  # type: ignore[misc]
         """Mark the checkpoint that was just written, and delete old ones."""
         if state.is_world_process_zero:
             mark, last = self._mark(args, state)
-            mark.write_text(last, "utf-8")
+            files = (path for path in mark.parent.rglob("[!.]*") if path.is_file() and path.suffix != ".md")
+            sizes = {path.relative_to(mark.parent).as_posix(): path.stat().st_size for path in files if path != mark}
+            mark.write_text("\n".join([last, *(f"{size} {name}" for name, size in sizes.items())]), "utf-8")
             kept = sorted(whole_checkpoints(args.output_dir))[-self.keep :]
             for step, old in _numbered(args.output_dir).items():
                 if step not in kept:
@@ -114,7 +117,7 @@ def resume_point(settings: Settings, *, resume: bool) -> Path | None:
 
     Raises:
         PatchStateError: if the directory holds a run already, or its results, and ``resume`` is false.
-        CheckpointError: if there is nothing to resume from.
+        CheckpointError: if there is nothing to resume from, or a file of it is missing, or not whole.
         InvalidParameterError: if the run to resume had other settings; the message names each of them.
     """
     output = Path(settings.output)
@@ -134,8 +137,20 @@ def resume_point(settings: Settings, *, resume: bool) -> Path | None:
             texts = record_of(settings.data.train, settings.data.split, settings.checkpoint)
             write_json(stored, settings.model_dump() | {"texts": texts})
         return None
-    if checkpoint is None or not stored.is_file():
+    if checkpoint is None:
         raise CheckpointError(f"{output} holds no whole checkpoint to resume from; start a new run without --resume.")
+    held = [line.partition(" ") for line in (checkpoint / COMPLETE).read_text("utf-8").splitlines()[1:]]
+    sizes: dict[Path, int | None] = {stored: None}
+    for size, _, name in held:  # JSON may be written anew, and other processes may have written on
+        is_fixed = not (name.endswith(".json") or name.startswith("rng_state_") or "/" in name)
+        sizes[checkpoint / name] = int(size) if is_fixed else None
+    for path, kept_size in sizes.items():
+        # The Trainer goes on without the states of its optimiser and its learning rate, or ends where it reads half.
+        if not path.is_file() or kept_size not in (None, path.stat().st_size):
+            raise CheckpointError(
+                f"{path} is missing, or not whole any more: the run would not go on as it began. Put it back, or start "
+                f"a new run in another --output."
+            )
     kept = {name: value for name, value in read_json(stored).items() if name != "texts"}
     earlier = checked_settings(kept, str(stored))
     before, now = _flat(earlier.model_dump()), _flat(settings.model_dump())

@@ -326,3 +326,41 @@ def test_the_results_of_a_run_are_not_replaced(settings: Any, tmp_path: Path) ->
     (tmp_path / "run" / "run.json").write_text("{}")
     with pytest.raises(PatchStateError, match=r"run holds the results of a run \(run\.json\).*another --output"):
         resume_point(settings(), resume=False)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "checkpoint-6/optimizer.pt",
+        "checkpoint-6/scheduler.pt",
+        "checkpoint-6/mine/adapter_model.safetensors",
+        "settings.json",
+    ],
+)
+def test_a_run_goes_on_only_with_all_that_it_saved(
+    name: str, settings: Any, documents: TokenisedDocuments, tmp_path: Path
+) -> None:
+    """The Trainer takes a new optimiser, and the first learning rate, where the file of either is missing."""
+    run = tmp_path / "run"
+    assert resume_point(settings(), resume=False) is None
+    for file in ("optimizer.pt", "scheduler.pt", "mine/adapter_model.safetensors", "README.md"):
+        (path := run / "checkpoint-6" / file).parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("states")
+    sequences = TrainingSequences(documents, length=32, count=8, seed=0, target_length=64)
+    state = SimpleNamespace(is_world_process_zero=True, global_step=6, max_steps=8, compute_steps=lambda *_: None)
+    arguments = SimpleNamespace(output_dir=str(run))
+    for _ in range(2):
+        CompleteCheckpoints(sequences, keep=2).on_save(arguments, state, None)
+        CompleteCheckpoints(sequences, keep=2).on_train_begin(arguments, state, None)
+    (run / "checkpoint-6" / "README.md").unlink()  # which nothing reads
+    assert resume_point(settings(), resume=True) == run / "checkpoint-6"
+    if name.endswith(".pt"):
+        whole = (run / name).read_text()
+        (run / name).write_text(whole[:-1])  # as where a folder was copied in part
+        with pytest.raises(CheckpointError, match=rf"{name} is missing, or not whole any more"):
+            resume_point(settings(), resume=True)
+    (run / name).unlink()
+    with pytest.raises(CheckpointError, match=rf"{name} is missing, or not whole any more: the run would not go on"):
+        resume_point(settings(), resume=True)
+    with pytest.raises(PatchStateError, match="holds a run with checkpoint-6"):
+        resume_point(settings(), resume=False)
