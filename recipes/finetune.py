@@ -174,7 +174,7 @@ def finetune(settings: Settings, *, resume: bool = False) -> None:
     if trainer.is_world_process_zero():
         say(f"{description}\n\n{sequences}\n{trained}\n")
     with saving(output):
-        before = measured.before(model, output / "before.json")
+        before = measured.before(model, output / "before.json", resumes=checkpoint is not None)
         try:
             trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
         finally:

@@ -45,16 +45,19 @@ def shares_heads(model: nn.Module) -> bool:
 SAMPLED = 64
 
 
-def weights_digest(model: nn.Module) -> str:
+def weights_digest(model: nn.Module, *, alone: bool = False) -> str:
     """Return 12 hex digits that identify a checkpoint: its config, and its tensors' names, shapes and samples.
 
     Cheap: 64 values of each tensor, spread over it, so that a fine-tuned copy with the same shapes has another digest.
     The dtype counts, since it rounds the weights, and so do the adapters in use. Where ZeRO-3 or FSDP has shared the
     weights out, ``UNKNOWN``.
+
+    Args:
+        alone: True to leave out the config, whose fields another version of transformers may change.
     """
     if is_shared_out(model):
         return UNKNOWN
-    config = Subject.of(model).config.to_dict()
+    config = {} if alone else Subject.of(model).config.to_dict()
     for noise in ("_name_or_path", "transformers_version", "ctxext"):
         config.pop(noise, None)
     digest = hashlib.sha256(json.dumps(config, sort_keys=True, default=str).encode())

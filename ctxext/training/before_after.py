@@ -11,9 +11,10 @@ from accelerate import PartialState
 from torch import nn
 from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 
+from ctxext.caches.digest import UNKNOWN, weights_digest
 from ctxext.checkpoints.load import reads_weights
 from ctxext.core import patching
-from ctxext.errors import IncompatibleError
+from ctxext.errors import CheckpointError, IncompatibleError
 from ctxext.evaluation import passkey
 from ctxext.evaluation.perplexity import PerplexityPlan, inside_survey, make_plan, prepare
 from ctxext.evaluation.perplexity_result import POSITIONS, PerplexityReading, PerplexityResult
@@ -50,6 +51,9 @@ class BeforeAndAfter:
         if evaluation.passkey_lengths and is_outline:
             with patching.patched(checkpoint.model, extension.method, **extension.arguments()):
                 self._keys(checkpoint)
+        # Packed weights hold means, which devices may round otherwise.
+        is_known = checkpoint.has_weights and settings.quantisation is None
+        self.weights = weights_digest(checkpoint.model, alone=True) if is_known else UNKNOWN
         if evaluation.text:
             self.plan = self._plan()
             self.corpus = self._corpus(self.plan)
@@ -60,15 +64,27 @@ class BeforeAndAfter:
             losses = survey.losses()
             self.inside = [losses[job.key] for job in survey.jobs]
 
-    def before(self, model: nn.Module, path: Path) -> JsonObject:
-        """Measure, or read the same measurement from ``path``, kept there before the run was interrupted."""
+    def before(self, model: nn.Module, path: Path, *, resumes: bool = False) -> JsonObject:
+        """Measure, or read the same measurement from ``path``, kept there before the run was interrupted.
+
+        Raises:
+            CheckpointError: the run that is resumed began with other weights.
+        """
         asked = self.settings.evaluation.model_dump() | {"format": PerplexityResult.FORMAT, "judged": passkey.JUDGED}
         # A run that was killed before its first checkpoint leaves its directory to a new run, perhaps a different one.
         asked["of"] = self.settings.model_dump(include={"dtype", "quantisation", "seed", "extension"})
         asked["of"]["checkpoint"] = self.checkpoint.sha256
         if self.plan is not None:
             asked["of"]["corpus"] = self.corpus.sha256
-        if path.is_file() and (stored := read_json(path)).get("evaluation") == asked:
+        asked["of"]["weights"] = self.weights
+        stored = read_json(path) if path.is_file() else {}
+        began = stored.get("evaluation", {}).get("of", {}).get("weights", self.weights)
+        if resumes and began != self.weights:
+            raise CheckpointError(
+                f"The run in {path.parent} began with other weights than {self.checkpoint.name} has now, and its "
+                f"adapter was trained for them. Put them back, or start a new run in another --output."
+            )
+        if stored.get("evaluation") == asked:
             earlier: JsonObject = stored["found"]
             return earlier
         results = self.measure(model)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 import ctxext
 from ctxext.caches.digest import weights_digest
-from ctxext.errors import IncompatibleError, InvalidParameterError
+from ctxext.errors import CheckpointError, IncompatibleError, InvalidParameterError
 from ctxext.measuring.checkpoint import Checkpoint, load_checkpoint
 from ctxext.measuring.loss import loss_by_position, truncated_loss
 from ctxext.training import before_after
@@ -105,6 +105,20 @@ def test_what_was_measured_of_other_weights_or_in_another_form_is_measured_again
     for evaluation in (given.evaluation.model_dump(), earlier["evaluation"] | {"format": 1}):
         kept.write_text(json.dumps(earlier | {"evaluation": evaluation}), encoding="utf-8")
         assert BeforeAndAfter(loaded, given).before(loaded.model, kept) == {}
+
+
+def test_a_run_is_not_resumed_on_other_weights(settings: Any, kept: Path) -> None:
+    """The folder of its checkpoint holds another one by now: what another run merged, or a newer download."""
+    loaded = load_checkpoint(settings().checkpoint, dtype="fp32")
+    assert BeforeAndAfter(loaded, settings()).before(loaded.model, kept, resumes=True) == {"kept": 1}
+    loaded.model.config.eos_token_id = 7  # as a newer version of transformers may read a config otherwise
+    other_fields = BeforeAndAfter(replace(loaded, sha256=""), settings("--passkey_trials", "2"))
+    assert other_fields.before(loaded.model, kept, resumes=True) == {}
+    loaded.model.model.layers[1].mlp.up_proj.weight.data += 1
+    other_weights = BeforeAndAfter(replace(loaded, sha256=""), settings())
+    with pytest.raises(CheckpointError, match=r"The run in .* began with other weights than .* has now"):
+        other_weights.before(loaded.model, kept, resumes=True)
+    assert other_weights.before(loaded.model, kept) == {}, "a new run"
 
 
 def test_what_was_measured_of_other_texts_is_measured_again(settings: Any, texts: list[str], tmp_path: Path) -> None:
