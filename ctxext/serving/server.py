@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import gc
 import os
 import re
@@ -183,12 +184,32 @@ def bound(host: str, port: int) -> socket.socket:
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         taken = socket.socket(family, kind, protocol)
-        taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        taken.bind(address)
+        try:
+            taken.bind(address)
+        except OSError as error:
+            if error.errno != errno.EADDRINUSE:
+                raise
+            # Connections of an earlier server hold it for a minute. Not set at first: two that load would share it.
+            taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            taken.bind(address)
     except (OSError, UnicodeError) as error:  # the second of a name that no host can have
         why = error.strerror if isinstance(error, OSError) else "no host can have this name"
         raise InvalidParameterError(f"{host}:{port} cannot be listened on: {why}. Give another.") from error
     return taken
+
+
+def open_to_clients(listening: socket.socket) -> None:
+    """Let clients connect to an address that was taken; a later server may take it at once when this one has ended.
+
+    Raises:
+        InvalidParameterError: another program listens there by now.
+    """
+    listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listening.listen()
+    except OSError as error:
+        host, port = listening.getsockname()[:2]
+        raise InvalidParameterError(f"{host}:{port} cannot be listened on: {error.strerror}. Give another.") from error
 
 
 class SmallPieces(H11Protocol):
@@ -206,6 +227,7 @@ def serve(gate: Gate, listening: socket.socket) -> NoReturn:
     Threads may still be within a step of an answer that nobody waits for. No thread can be ended from outside, and an
     interpreter that ends in the usual way meanwhile aborts.
     """
+    open_to_clients(listening)
     config = uvicorn.Config(gate, log_level="info", lifespan="on", loop="asyncio", http=SmallPieces)
     server = uvicorn.Server(config)
     status = 0

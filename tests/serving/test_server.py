@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import signal
+import socket
 import threading
 import time
 import urllib.request
@@ -22,7 +23,7 @@ from ctxext.caches.records import PAGED_IN_LAYERS
 from ctxext.errors import InvalidParameterError
 from ctxext.serving.endpoints import Completions, fit
 from ctxext.serving.load import load_served
-from ctxext.serving.server import bound
+from ctxext.serving.server import bound, open_to_clients
 from tests._checkpoints import save_with_tokenizer
 from tests._models import byte_model, trained_for
 from tests._programs import command
@@ -286,3 +287,29 @@ def test_what_cannot_be_served_is_a_sentence_at_start(tmp_path: Path) -> None:
     for host in ("a..b", "a" * 64, f"{'b' * 70}.example"):
         with pytest.raises(InvalidParameterError, match=f"{host}:0 cannot be listened on: .* Give another"):
             bound(host, 0)
+
+
+def test_a_port_is_taken_before_clients_may_connect_and_again_after_a_restart() -> None:
+    """Two servers load for minutes: the second one is told at once."""
+    first = bound("127.0.0.1", 0)
+    address = first.getsockname()
+    with pytest.raises(
+        InvalidParameterError, match=rf"127\.0\.0\.1:{address[1]} cannot be listened on: .* Give another"
+    ):
+        bound(*address)
+    open_to_clients(first)
+    with socket.create_connection(address) as client:
+        answered, _ = first.accept()
+        with pytest.raises(InvalidParameterError, match="cannot be listened on"):
+            bound(*address)
+        answered.close()  # the side that ends a connection keeps its address for a minute
+        assert client.recv(1) == b""
+    first.close()
+    again, other = bound(*address), socket.socket()
+    other.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    other.bind(address)  # both share it until one listens
+    open_to_clients(again)
+    with pytest.raises(InvalidParameterError, match="cannot be listened on"):
+        open_to_clients(other)
+    again.close()
+    other.close()
