@@ -115,12 +115,14 @@ class StrictCommand(TyperCommand):
 
 def _refuse_files(given: Mapping[str, Any]) -> None:
     """Refuse texts that are missing, too short or trained on, and files of no model, before torch is imported."""
-    if texts := given.get("text"):
+    texts = given.get("text") or []
+    texts = texts if isinstance(texts, list | tuple) else [texts]
+    if texts:
         # Where no documents are counted, things are hidden in one.
         lengths = given.get("length") if "documents" in given else ()
-        least = max(lengths) if isinstance(lengths, list | tuple) and lengths else given.get("target")
-        texts = texts if isinstance(texts, list | tuple) else [texts]
-        require_sources(texts, least or 2)
+        asked = lengths if isinstance(lengths, list | tuple) and lengths else given.get("target")
+        asked = asked if isinstance(asked, list | tuple) else [asked or 2]
+        require_sources(texts, max(asked, default=2))
         written = given.get("output")
         for output in written if isinstance(written, list | tuple) else [written] if written else ():
             if os.path.realpath(output) in map(os.path.realpath, texts):
@@ -132,7 +134,7 @@ def _refuse_files(given: Mapping[str, Any]) -> None:
     if {"device", "destination"} & given.keys():  # of commands that read weights, or copy them
         refuse_no_weights(Path(place))
     if "documents" in given and "url" not in given:  # a server's answers are checked on any text
-        refuse_trained(place, given["text"] or (), given["split"])
+        refuse_trained(place, [*map(str, texts)], given.get("split"))
     if file := gguf_at(place):
         from ctxext.checkpoints.gguf_file import GGUFFile
 

@@ -6,14 +6,18 @@ import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
+import typer
 from typer.testing import CliRunner
 
 from ctxext.cli.app import app
+from ctxext.cli.options import StrictCommand
 from ctxext.errors import InvalidParameterError
 from ctxext.texts.documents import read_documents
 from ctxext.texts.trained import record_of, refuse_shared, refuse_trained
+from scripts.studies import next_lines, second_model
 
 Trained = Callable[..., Path]
 
@@ -138,3 +142,17 @@ def test_settings_of_another_program_say_nothing(content: str, trained: Trained)
     (place.parent / "run.json").unlink()
     (place.parent / "settings.json").write_text(content)
     refuse_trained(str(place), ["books"], "train")
+
+
+@pytest.mark.parametrize("study", [next_lines, second_model], ids=["next_lines", "second_model"])
+def test_studies_with_other_options_refuse_too(study: Any, trained: Trained) -> None:
+    """Their text is one file, and they have no splits."""
+    place = trained("books/train.jsonl")
+    (place / "config.json").write_text("{}")
+    (place / "model.safetensors").write_bytes(b"")
+    program = typer.Typer()
+    program.command(cls=StrictCommand)(study.main)
+    for text, said in (("train", "was trained on"), ("test", "merged")):  # the second has no weights
+        found = CliRunner().invoke(program, [str(place), "--text", f"books/{text}.jsonl", "-o", "out"])
+        assert said in " ".join(found.output.split())
+        assert isinstance(found.exception, SystemExit)
