@@ -171,8 +171,7 @@ def _raise_generation(work: Work) -> None:
 
 def _is_window(value: int, work: Work, extension: Extension) -> bool:
     """Return whether a limit of a live object was the window before."""
-    former = None if work.saved is None else work.saved["target_length"]
-    return _was_window(value, extension.trained_length, extension.target_length, former)
+    return _was_window(value, extension.trained_length, extension.target_length, work.former)
 
 
 def _raise_wrappers(work: Work) -> None:

@@ -229,18 +229,20 @@ def _extended(
             del config.ctxext
         else:
             config = plain_config(config, saved)
+    former = None if saved is None else saved["target_length"]
     if isinstance(arguments, ExtensionArguments) and arguments.target_length is None:
         resolve(arguments.method, arguments.factor, None, None, arguments.parameters)  # before weights are read
     trusted = bool(loading.get("trust_remote_code", False))
     model = meta_model(config, auto_class=auto_class, trust_remote_code=trusted)
     if not replaces_weights(model, saved):
         if isinstance(arguments, ExtensionArguments) and reads_weights(arguments.method, arguments.parameters):
-            return extend(_read_model(place, config, loading, auto_class), arguments)
+            return extend(_read_model(place, config, loading, auto_class), arguments, former=former)
         extended = extend(model, arguments).config
         refuse_drawn_anew(place, model, saved, extended.ctxext)
         if not replaces_weights(model, extended.ctxext):
-            return attached(_read_model(place, _buildable(extended, config), loading, auto_class), place)
-    return extend(_read_model(place, written, loading, auto_class), arguments)
+            read = _read_model(place, _buildable(extended, config), loading, auto_class)
+            return attached(read, place, former=former)
+    return extend(_read_model(place, written, loading, auto_class), arguments, former=former)
 
 
 def load_saved(
@@ -478,8 +480,13 @@ def extended_config(
 
 
 @own_defaults()
-def attached(model: PreTrainedModel, place: str, attention: str | None = None) -> PreTrainedModel:
-    """Patch a model that was built extended, so that it is proven, complete and reversible."""
+def attached(
+    model: PreTrainedModel, place: str, attention: str | None = None, former: int | None = None
+) -> PreTrainedModel:
+    """Patch a model that was built extended, so that it is proven, complete and reversible.
+
+    The reach of an extension that was taken off before is ``former``, as for ``extend``.
+    """
     saved, texts = checked_extension(model.config.ctxext, place), extended_texts(model.config)
     for text in texts:
         drop_old_form(text)  # a config that was not read from a file still has it
@@ -498,7 +505,7 @@ def attached(model: PreTrainedModel, place: str, attention: str | None = None) -
             loaded |= architecture.replaced_weights(part)
             architecture.revert(part, extension["original"], Edits())
     del model.config.ctxext
-    extend(model, arguments, is_restored=True)
+    extend(model, arguments, is_restored=True, former=former)
     if renamed:  # the same tables have other names in another class, such as AutoModel's
         saved = saved | {"fingerprint": model.config.ctxext["fingerprint"]}
     lengths = [extension.get("target_length") for extension in (saved, model.config.ctxext)]

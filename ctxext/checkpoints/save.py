@@ -36,7 +36,7 @@ from ctxext.checkpoints.remote import REMOTE_CODE, auto_map
 from ctxext.checkpoints.source import MISTRAL_FORMAT, REMOTE_MODULE
 from ctxext.core.edits import Edits
 from ctxext.core.old_form import put_old_form
-from ctxext.core.patching import require_own_config
+from ctxext.core.patching import patched_state, require_own_config
 from ctxext.core.rebuild import own_defaults
 from ctxext.core.rotary import find_places, require_as_configured
 from ctxext.core.saved import extended_texts, extensions_in
@@ -168,7 +168,9 @@ def save(
             if tokenizer is not None:
                 longer = copy.deepcopy(tokenizer)
                 text = text_tokenizer(longer)
-                text.model_max_length = max(text.model_max_length, extension["target_length"])
+                state, limit, reach = patched_state(inner), text.model_max_length, extension["target_length"]
+                falls = state is not None and limit == state.former  # the reach of the extension taken off
+                text.model_max_length = reach if falls else max(limit, reach)
                 longer.save_pretrained(half)
             lengths = extension["trained_length"], extension["target_length"]
             write_card(

@@ -49,6 +49,7 @@ class Patched:
         method: Method of the model; of an encoder-decoder, that of the text that is read.
         sides: Extension of each side of an encoder-decoder by its name; empty for other models.
         config: Config that the extension was written into.
+        former: Tokens that the extension taken off before reached; None for a model that was plain.
     """
 
     method: Method
@@ -56,6 +57,7 @@ class Patched:
     edits: Edits
     sides: dict[str, ExtendedPart] = field(default_factory=dict)
     config: Any = None
+    former: int | None = None
 
     def saved_form(self) -> dict[str, Any]:
         """Build what ``config.ctxext`` holds."""
@@ -146,14 +148,19 @@ def patch(
 
 
 def extend(
-    model: ModelT, arguments: ExtensionArguments | Mapping[str, ExtensionArguments], *, is_restored: bool = False
+    model: ModelT,
+    arguments: ExtensionArguments | Mapping[str, ExtensionArguments],
+    *,
+    is_restored: bool = False,
+    former: int | None = None,
 ) -> ModelT:
     """Extend a model as ``patch`` does, by the steps of every room in the order of their moments.
 
     ``arguments`` may be by side of an encoder-decoder: one that is not named remains plain. ``is_restored`` says that
-    a saved extension gave them, which is taken as it was saved.
+    a saved extension gave them, which is taken as it was saved; ``former`` is the reach in tokens of an extension that
+    was taken off before.
     """
-    work = Work(Subject.of(model), arguments, Edits(), is_restored=is_restored)
+    work = Work(Subject.of(model), arguments, Edits(), is_restored=is_restored, former=former)
     base = work.subject.model
     with own_defaults(), work.edits as edits:
         _refuse_state(work.subject)  # not before: another thread may be extending this model
@@ -169,13 +176,15 @@ def extend(
             work.arguments, work.saved = arguments_over(base.config, work.saved, arguments)
             if work.saved is None:
                 edits.delete(base.config, "ctxext")
+        if work.saved is not None:
+            work.former = work.saved["target_length"]
         run(work, Moment.PARTS, Moment.PARTS)
         if work.sides:
             work.method, work.extension = (lead := next(iter(work.sides.values()))).method, lead.extension
         else:
             extend_positions(work)
         run(work, Moment.MODULES, Moment.REPLICAS)
-        state = Patched(work.method, work.extension, edits, work.sides, base.config)
+        state = Patched(work.method, work.extension, edits, work.sides, base.config, work.former)
         edits.set(base.config, "ctxext", state.saved_form())
         run(work, Moment.CONFIG, Moment.CONFIG)
         if getattr(base.config, "_name_or_path", ""):  # where the model lies unextended

@@ -59,6 +59,7 @@ class Work:
         saved: Extension that the model, or this side of it, was loaded with.
         side: Name of the side of an encoder-decoder; empty for a whole model.
         is_restored: True if the arguments are those of a saved extension.
+        former: Tokens that an extension reached which was taken off before; None for none.
     """
 
     subject: Subject
@@ -67,6 +68,7 @@ class Work:
     saved: JsonObject | None = None
     side: str = ""
     is_restored: bool = False
+    former: int | None = None
     sides: dict[str, ExtendedPart] = field(default_factory=dict)
     method: Method = field(init=False)
     extension: Extension = field(init=False)

@@ -10,7 +10,7 @@ import torch
 from huggingface_hub import constants
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
-from transformers import BertModel, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer, BertModel, LlamaForCausalLM
 
 import ctxext
 from ctxext.errors import CheckpointError, InvalidParameterError, UnknownNameError
@@ -186,6 +186,28 @@ def test_a_processor_is_saved_as_a_tokenizer_is(tmp_path: Path) -> None:
     with pytest.raises(InvalidParameterError, match="tokenizer or processor of transformers, found 'llama'"):
         ctxext.save(whole(), tmp_path / "new", tokenizer="llama")
     assert not (tmp_path / "new").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("factor", [2, 8])
+@pytest.mark.parametrize("loads", [True, False])
+def test_limits_fall_with_the_extension_that_they_were_raised_for(loads: bool, factor: int, tmp_path: Path) -> None:
+    """A truncating tokenizer would go on giving texts of the longer window, and ``generate`` on writing."""
+    tokenizer, first, given = make_tokenizer(bos=True), tiny(), {"factor": factor, "trained_length": TRAINED_LENGTH}
+    tokenizer.model_max_length = first.generation_config.max_length = TRAINED_LENGTH
+    ctxext.save(ctxext.patch(first, "yarn", factor=4), tmp_path / "long", tokenizer=tokenizer)
+    longer = AutoTokenizer.from_pretrained(tmp_path / "long")
+    assert longer.model_max_length == 4 * TRAINED_LENGTH
+    if loads:
+        model = ctxext.load(tmp_path / "long", "yarn", **given)
+    else:
+        model = ctxext.patch(AutoModelForCausalLM.from_pretrained(tmp_path / "long"), "yarn", **given)
+    assert model.generation_config.max_length == factor * TRAINED_LENGTH
+    ctxext.save(model, tmp_path / "other", tokenizer=longer)
+    assert AutoTokenizer.from_pretrained(tmp_path / "other").model_max_length == factor * TRAINED_LENGTH
+    longer.model_max_length = 10**9  # no limit at all
+    ctxext.save(model, tmp_path / "open", tokenizer=longer)
+    assert AutoTokenizer.from_pretrained(tmp_path / "open").model_max_length == 10**9
 
 
 @pytest.mark.slow
