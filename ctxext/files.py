@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import difflib
+import glob
 import hashlib
 import importlib.util
 import json
@@ -266,9 +267,7 @@ def whole_files(directory: Path, last: Sequence[str]) -> Iterator[Path]:
     is_new = not directory.exists()
     directory.mkdir(parents=True, exist_ok=True)
     half = directory / f".{secrets.token_hex(4)}.partial"
-    for killed in directory.glob(f".{'[0-9a-f]' * 8}.partial"):  # other processes may be writing the recent ones
-        if time.time() - killed.stat().st_mtime > DAY:
-            shutil.rmtree(killed)
+    remove_left(directory)
     with ending_cleanly():
         try:
             half.mkdir()
@@ -278,6 +277,13 @@ def whole_files(directory: Path, last: Sequence[str]) -> Iterator[Path]:
             shutil.rmtree(half, ignore_errors=True)
             if is_new and not any(directory.iterdir()):
                 directory.rmdir()
+
+
+def remove_left(directory: Path, name: str = "") -> None:
+    """Remove hidden folders that a kill left in a directory, for a file or folder of this name, more than a day ago."""
+    for killed in directory.glob(f"{glob.escape(name and f'.{name}')}.{'[0-9a-f]' * 8}.partial"):
+        if time.time() - killed.stat().st_mtime > DAY:  # other processes may be writing the recent ones
+            shutil.rmtree(killed)
 
 
 def _put_in_place(half: Path, directory: Path, last: Sequence[str]) -> None:

@@ -65,6 +65,7 @@ from ctxext.files import (
     hidden_beside,
     is_choice,
     refuse_destination,
+    remove_left,
     weights_of,
     whole_files,
 )
@@ -160,6 +161,7 @@ def patch_checkpoint(
     try:
         with ending_cleanly():
             try:
+                remove_left(destination.parent, destination.name)
                 partial.mkdir()
                 if is_rewritten:
                     _write_weights(

@@ -8,6 +8,7 @@ import json
 import os
 import shutil
 import signal
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ import ctxext
 from ctxext.checkpoints import write
 from ctxext.checkpoints.write import patch_checkpoint, patch_with_draft
 from ctxext.errors import CheckpointError, IncompatibleError, InvalidParameterError
-from ctxext.files import write_whole
+from ctxext.files import DAY, write_whole
 from ctxext.methods import METHODS
 from ctxext.methods.yarn import YaRN
 from ctxext.spec import RopeSpec
@@ -552,3 +553,13 @@ def test_long_names_are_written(llama: Path, tmp_path: Path, length: int) -> Non
     assert os.listdir(tmp_path) == ["x" * length]
     write_whole(tmp_path / ("é" * (length // 2)), "y")
     assert (tmp_path / ("é" * (length // 2))).read_text() == "y"
+
+
+def test_what_a_kill_left_of_a_copy_is_removed_a_day_later(llama: Path, tmp_path: Path) -> None:
+    """It may hold all the weights. A name may hold signs that mean something to glob."""
+    ages = {".new[1].0a1b2c3d.partial": 2 * DAY, ".new[1].4e5f6a7b.partial": 60, ".new1.0a1b2c3d.partial": 2 * DAY}
+    for name, age in ages.items():
+        (tmp_path / name / "part").mkdir(parents=True)
+        os.utime(tmp_path / name, times=(time.time() - age,) * 2)
+    patch_checkpoint(llama, tmp_path / "new[1]", "pi", factor=2.0)
+    assert sorted(os.listdir(tmp_path)) == [".new1.0a1b2c3d.partial", ".new[1].4e5f6a7b.partial", "new[1]"]
