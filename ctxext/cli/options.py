@@ -104,9 +104,14 @@ class StrictCommand(TyperCommand):
                 refuse_mistakes(ctx.params)
                 _refuse_files(ctx.params)
                 return super().invoke(ctx)
-        except (CtxextError, OSError) as error:
+        except (CtxextError, OSError, RuntimeError) as error:
             message = str(error)
-            if not isinstance(error, CtxextError):  # the last resort: a disk, a network or a name nobody thought of
+            if type(error).__name__ == "OutOfMemoryError":  # of torch, which may not be imported
+                first = message.splitlines()[0]
+                message = f"{first} Ask for less, or take another --device. `ctxext plan` tells what fits."
+            elif isinstance(error, RuntimeError) and not isinstance(error, CtxextError):
+                raise
+            elif not isinstance(error, CtxextError):  # the last resort: a disk, a network or a name nobody thought of
                 message = f"{f'{error.filename}: ' if error.filename else ''}{error.strerror or error}."
             # Built here, not at import: tests and programs exchange sys.stderr.
             terminal(stderr=True).print(f"Error: {message}", style="red", soft_wrap=True)

@@ -273,6 +273,11 @@ def _explained(source: str, kind: str) -> Iterator[None]:
             yield
     except BaseException as error:
         sys.stderr.write(held.getvalue())
+        if isinstance(error, torch.OutOfMemoryError):
+            raise InvalidParameterError(
+                f"{source} does not fit into the memory of its device: {str(error).splitlines()[0]:.200} Load it in "
+                f"fewer bits or on another device (--dtype, --device). `ctxext plan` tells what fits."
+            ) from error
         if isinstance(error, CtxextError) or not isinstance(error, OSError | ValueError | ImportError | RecursionError):
             raise
         raise CheckpointError(f"Cannot load a {kind} language model from {source}: {error}") from error

@@ -8,8 +8,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, BertLMHeadModel
 
-from ctxext.errors import IncompatibleError
-from ctxext.measuring.checkpoint import Checkpoint
+from ctxext.errors import IncompatibleError, InvalidParameterError
+from ctxext.measuring.checkpoint import Checkpoint, load_checkpoint
 from tests._checkpoints import rain, save_with_tokenizer
 from tests._models import bert, tiny
 from tests._programs import command
@@ -60,3 +60,15 @@ def test_no_loss_is_printed_of_a_model_that_knows_what_it_predicts(family: str, 
     (tmp_path / "a.txt").write_text(rain("a"))
     found = command("eval", "perplexity", folder, "-t", tmp_path / "a.txt", "-l", "64", "--dtype", "fp32", code=1)
     assert "reads to both sides" in found.output
+
+
+def test_weights_that_exceed_a_device_are_told_in_a_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object, **__: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nGPU 0 has more to say.")
+
+    save_with_tokenizer(tiny(), tmp_path)
+    monkeypatch.setattr("ctxext.measuring.checkpoint.load_saved", full)
+    with pytest.raises(
+        InvalidParameterError, match=r"does not fit into .*: CUDA out of memory\. Tried to allocate 2\.00 GiB\. Load it"
+    ):
+        load_checkpoint(str(tmp_path))
