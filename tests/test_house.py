@@ -28,13 +28,13 @@ ROOMS = [
 
 # What a change may not exceed: the figures of ``scripts/house.py``, rounded up. Lower each when its figure falls.
 CEILINGS = {
-    "tokens of code": 371_326,
-    "lines that the first patch loads": 9_231,
+    "tokens of code": 373_359,
+    "lines that the first patch loads": 8_987,
     "files that the first patch loads": 47,
-    "lines of the core": 4_898,
+    "lines of the core": 4_823,
     "files of the core": 22,
     "long functions without a comment": 0,
-    "stiff constructions": 254,
+    "stiff constructions": 252,
     "arguments without a noun": 0,
     "classes of evaluation/": 53,
     "files that one patch enters": 28,
@@ -43,14 +43,14 @@ CEILINGS = {
     "functions without an imperative": 0,
     "lines of __all__": 0,
     "lines of JSON in ctxext/": 326,
-    "lines of scripts/": 5_753,
-    "lines of tests/": 54_384,
+    "lines of scripts/": 5_775,
+    "lines of tests/": 55_222,
     "lines to read: add a frequency method": 1_280,
-    "lines to read: mend a defect of unpatch": 1_651,
-    "lines to read: add a family": 1_785,
+    "lines to read: mend a defect of unpatch": 1_662,
+    "lines to read: add a family": 1_777,
     "lines to read: mend a defect of caches": 2_613,
     "lines to read: add a column to the perplexity report": 1_314,
-    "look-ups of the base model and its text config": 78,
+    "look-ups of the base model and its text config": 79,
     "parameters of the widest command": 5,
 }
 # The ceilings count so many methods. Each further method, with its tests and its line of listed.json, may add ROOM.

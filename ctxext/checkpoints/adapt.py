@@ -174,7 +174,7 @@ def _require_sizes(base: nn.Module, directory: Path, stored: Mapping[str, list[i
                 f"model.resize_token_embeddings({found[0]}) first."
             )
         for ending, side, widths in (each for each in WIDTHS if name.endswith(each[0])):
-            if name == key:  # as transformers writes its own adapters with save_peft_format=False
+            if name == key:  # as transformers writes adapters with save_peft_format=False
                 raise CheckpointError(
                     f"The adapter in {directory} holds {key} without base_model.model. in front of it, where PEFT does "
                     f"not find it. Save the adapter again without save_peft_format=False."

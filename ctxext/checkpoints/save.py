@@ -112,7 +112,7 @@ def save(
         IncompatibleError: with ``remote_code``, a model that no ``AutoModel`` of transformers loads.
         InvalidParameterError: for a SentenceTransformer, which saves itself, for a tokenizer that pads with another
             token than the one that positions leave out, for a name that the hub does not take, for an adapter in
-            another form than ``load`` reads, for ``results`` that are no text, or for ``remote_code`` with an adapter.
+            another form than ``load`` reads, for ``results`` that are not text, or for ``remote_code`` with an adapter.
     """
     subject = Subject.of(model)
     inner, extension = subject.model, subject.saved

@@ -142,7 +142,7 @@ def texts_in(name: str, given: Any, *others: type) -> list[Any]:
     for text in texts:
         if not isinstance(text, (str, *others)):
             raise InvalidParameterError(
-                f"{name} holds {shown(text)}, which is no text (str). Give the text of a file as "
+                f"{name} holds {shown(text)}, which is not a text (str). Give the text of a file as "
                 f"pathlib.Path(FILE).read_text(), and a data set as its column of texts."
             )
         if isinstance(text, str) and os.path.isfile(text):
@@ -426,7 +426,7 @@ def _unreadable() -> tuple[type[Exception], ...]:
         EOFError,
         OverflowError,  # a date beyond the year 9999
         NotImplementedError,  # a type of Arrow's that Python has none for
-        ImportError,  # of a package that reads sounds or images, in a column beside the texts
+        ImportError,  # of a package that reads sounds or images, in another column
         zlib.error,
         lzma.LZMAError,
         *([data.exceptions.DatasetsError] if data else []),

@@ -258,7 +258,7 @@ def test_what_cannot_be_right_is_said_before_the_first_pass(
     [
         ({"texts": [*TEXTS, {"text": TEXTS[0]}]}, r"^texts holds \{'text': .*a data set as its column of texts"),
         ({"texts": {"one": TEXTS[0], "two": TEXTS[1]}}, r"^texts holds \{'one': "),
-        ({"texts": None}, "^texts holds None, which is no text"),
+        ({"texts": None}, "^texts holds None, which is not a text"),
         ({"texts": [*TEXTS, __file__]}, r"^texts holds .* the name of a file and not its text"),
         ({"tokenizer": "smol"}, r"found 'smol'\. Load it: AutoTokenizer\.from_pretrained\('smol'\)"),
         ({"seed": "0"}, "^seed must be a whole number, found '0'"),

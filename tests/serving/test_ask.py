@@ -169,8 +169,8 @@ def test_dropout_answers_nothing(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("given", "says"),
     [
-        ({"texts": Path("novel.txt")}, r"^texts holds PosixPath\('novel\.txt'\), which is no text \(str\)\. Give"),
-        ({"texts": [TEXT, Path("novel.txt")]}, r"^texts holds PosixPath.*, which is no text"),
+        ({"texts": Path("novel.txt")}, r"^texts holds PosixPath\('novel\.txt'\), which is not a text \(str\)\. Give"),
+        ({"texts": [TEXT, Path("novel.txt")]}, r"^texts holds PosixPath.*, which is not a text"),
         ({"texts": {"novel": TEXT[:20]}}, r"^texts holds \{'novel': "),
         ({"texts": [{"text": TEXT[:20]}]}, r"^texts holds \{'text': .* a data set as its column of texts"),
         ({"texts": TEXT.encode()}, r"^texts holds b'"),
