@@ -86,11 +86,10 @@ TAKEN = "seconds of processor time"
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_setup(item: pytest.Item) -> Iterator[None]:
-    """Note when a test began: its fixtures count, those of its module where it is the first to ask for them.
-
-    Full products of the night call what tests of the day call, and would take half as long again under the checker.
-    """
-    jaxtyping.config.update("jaxtyping_disable", item.get_closest_marker("nightly") is not None)
+    """Note when a test began: its fixtures count, those of its module where it is the first to ask for them."""
+    if item.config.getoption("jaxtyping_packages", None):
+        # Full products of the night call what tests of the day call, and would take half as long again if checked.
+        jaxtyping.config.update("jaxtyping_disable", item.get_closest_marker("nightly") is not None)
     item.stash[BEGAN] = _processor_time(), len(sys.modules)
     yield
 
