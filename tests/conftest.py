@@ -214,18 +214,15 @@ def _without_checker(request: pytest.FixtureRequest) -> None:
 
 
 @pytest.fixture
-def _any_types() -> Iterator[None]:
+def _any_types(request: pytest.FixtureRequest) -> None:
     """Let a test pass arguments of other types than the annotated ones, as users do."""
-    jaxtyping.config.update("jaxtyping_disable", True)
-    yield
-    jaxtyping.config.update("jaxtyping_disable", False)
+    if request.config.getoption("jaxtyping_packages", None):
+        jaxtyping.config.update("jaxtyping_disable", True)
 
 
 @pytest.fixture
-def _for_compiling() -> Iterator[None]:
+def _for_compiling(_any_types: None) -> Iterator[None]:
     """The runtime checker of shapes wraps every function, and dynamo cannot trace what it does."""
     torch._dynamo.reset()
-    jaxtyping.config.update("jaxtyping_disable", True)
     yield
-    jaxtyping.config.update("jaxtyping_disable", False)
     torch._dynamo.reset()
