@@ -43,6 +43,7 @@ def test_it_loads_by_its_path_where_its_code_is_trusted(method: str, tmp_path: P
 
 
 @pytest.mark.slow
+@pytest.mark.skipif(not RECENT, reason="older transformers are refused")
 def test_a_branch_beside_a_plain_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
     repository = tmp_path / "models--me--branched"
