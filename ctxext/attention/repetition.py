@@ -89,7 +89,7 @@ class _Source:
             )
 
     def draw(self, count: int) -> Int[Tensor, " tokens"]:
-        """Return so many different tokens, or all that there are."""
+        """Return ``count`` different tokens, or all ordinary ones where they are fewer."""
         return self.ordinary[torch.randperm(len(self.ordinary), generator=self.generator)[:count]]
 
 
@@ -129,7 +129,7 @@ def _needles_in(text: str, tokenizer: Any, source: _Source) -> Repetition:
     ]
     end = encoded(".\n\n")
     room = source.room - 2 * sum(len(name) + len(key) + len(end) for name, key in facts)
-    letters = 8 * source.room  # more than any stretch of so many tokens has
+    letters = 8 * source.room  # an upper bound for the text of ``room`` tokens
     begin = drawn(max(1, len(text) - letters))
     body = encoded(text[begin : begin + letters])[: max(0, room)]
     if len(body) < 2 * len(facts):

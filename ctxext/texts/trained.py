@@ -70,7 +70,7 @@ def refuse_shared(sources: Sequence[str], split: str | None, learned: Sequence[s
     Raises:
         InvalidParameterError: as ``refuse_trained``.
     """
-    for source, other in _shared(sources, split, record_of(learned, learned_split)["sources"], learned_split):
+    for source, other in _shared(sources, split, [*map(_absolute, learned)], learned_split):
         raise InvalidParameterError(
             f"evaluation.text {source} is trained on: data.train names {other}. A loss measured there tells nothing; "
             f"give another text or split."

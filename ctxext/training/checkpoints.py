@@ -141,7 +141,7 @@ def resume_point(settings: Settings, *, resume: bool) -> Path | None:
         raise CheckpointError(f"{output} holds no whole checkpoint to resume from; start a new run without --resume.")
     held = [line.partition(" ") for line in (checkpoint / COMPLETE).read_text("utf-8").splitlines()[1:]]
     sizes: dict[Path, int | None] = {stored: None}
-    for size, _, name in held:  # JSON may be written anew, and other processes may have written on
+    for size, _, name in held:  # JSON may be written anew, other processes may go on writing
         is_fixed = not (name.endswith(".json") or name.startswith("rng_state_") or "/" in name)
         sizes[checkpoint / name] = int(size) if is_fixed else None
     for path, kept_size in sizes.items():
