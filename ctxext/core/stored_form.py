@@ -132,7 +132,8 @@ def _forms(text: Any, method: RopeMethod, sites: Sequence[RotarySite]) -> Iterat
         changed = " with another rope_theta" if name == "default" else ""
         yield f"stock rope_type {name!r}{changed}", plain_forms
     if not method.is_table:
-        if not plain_forms:
+        # Of older transformers, Qwen2-VL's rotary module does not follow the length.
+        if not plain_forms or plain_forms[0]["rope_type"] == "dynamic":
             # Without rope_theta first: ctxext needs none outside its entry. Some models read it under every rope
             # type.
             ours = [method_rope_parameters(method, spec) for spec in specs]

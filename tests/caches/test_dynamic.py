@@ -8,8 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
-from packaging.version import Version
 from torch import Tensor
 from transformers import AutoModelForCausalLM, CompileConfig, PreTrainedModel
 
@@ -180,14 +178,31 @@ def test_the_positions_of_an_image_count_and_not_its_tokens(text: int) -> None:
     assert torch.equal(*written)
 
 
+@pytest.mark.parametrize("growth", ["exact", "request"])
+def test_rows_of_other_lengths_where_cos_keeps_its_planes(growth: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in the Qwen2-VL of transformers 5.16, whose attention chooses among the planes."""
+
+    def rotate(self: Any, x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
+        angles = position_ids[..., None].float() * self.inv_freq
+        return angles.cos(), angles.sin()
+
+    model = ctxext.patch(qwen2_vl(), "dynamic_pi", factor=4.0, growth=growth)
+    rotary = model.model.language_model.rotary_emb
+    monkeypatch.setattr(type(rotary), "forward", rotate)
+    short = torch.arange(40).expand(3, 1, 40)
+    rows = torch.cat([2 * short, short], dim=1)
+    documents = torch.cat([2 * short, short], dim=2)
+    alone = [rotary(torch.zeros(1, 40, 1), one) for one in (2 * short, short)]
+    for both, axis in ((rows, 1), (documents, 2)):
+        found = rotary(torch.zeros(both.shape[1], both.shape[2], 1), both)
+        for each, (long_one, short_one) in zip(found, zip(*alone, strict=True), strict=True):
+            assert torch.equal(each, torch.cat([long_one, short_one], dim=axis))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("growth", ["exact", "doubling"])
 @pytest.mark.parametrize("method", DYNAMIC)
 def test_generating_from_an_image_equals_decoding_without_a_cache(method: str, growth: str) -> None:
-    if (method, growth) == ("dynamic_ntk", "exact") and Version(transformers.__version__) < Version("5.17"):
-        with pytest.raises(IncompatibleError, match="a reload would not give the same model"):
-            ctxext.patch(qwen2_vl(), method, factor=4.0, growth=growth)
-        return
     model = ctxext.patch(qwen2_vl(), method, factor=4.0, growth=growth)
     for text in (34, 45):  # across the window, and beyond it from the start
         ids = with_image(text)
