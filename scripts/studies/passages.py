@@ -39,6 +39,8 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import ctxext
 from ctxext.cli.options import run_script
+from ctxext.core.architecture import trained_length_of
+from ctxext.core.subject import Subject
 from ctxext.measuring.statistics import grouped_difference
 from ctxext.texts.documents import read_documents
 from ctxext.texts.haystack import Haystack, nearest_boundary, noise, of_text, split_sentences
@@ -179,7 +181,9 @@ def main(
 ) -> None:
     """Print the share of documents found by each way to read, and each method's difference to the best simple way."""
     encoder = SentenceTransformer(model, device="cpu")
-    table = encoder[0].auto_model.config.max_position_embeddings
+    table = trained_length_of(Subject.of(encoder[0].auto_model))  # MPNet's config counts two rows of padding too
+    if table is None:
+        sys.exit(f"The config of {model} states no table of positions.")
     shelves = [[shelf(encoder.tokenizer, of, tokens, documents, seed) for seed in range(seeds)] for tokens in length]
     simple = [joined([found_at(encoder, each, table, window or [table]) for each in same]) for same in shelves]
     found = {name: [each[name] for each in simple] for name in simple[-1]}
