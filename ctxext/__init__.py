@@ -106,7 +106,7 @@ def _imported(module: str, name: str) -> typing.Any:
 
 def _rope_type(function: str, *arguments: typing.Any, **more: typing.Any) -> typing.Any:
     """Call a function that computes a rope type of ctxext; only a model of such a type needs its module."""
-    return _imported("core.stored_form", function)(*arguments, **more)
+    return _imported("rotary.stored_form", function)(*arguments, **more)
 
 
 # Before any checkpoint is read. Partial functions of a module can be pickled with a model that keeps one.

@@ -21,7 +21,8 @@ pytestmark = pytest.mark.slow  # it reads the whole package
 # From the ground up: a room imports from those before it. The face of the library (``ctxext`` itself) knows the verbs'.
 ROOMS = [
     *("version", "rope_types", "errors", "files", "progress", "registry", "recommended", "quantities", "mistakes"),
-    *("spec", "methods", "core", "kernels", "caches", "attention", "models", "runtimes", "checkpoints", "texts"),
+    *("spec", "methods", "core", "probe", "rotary", "kernels", "caches", "attention", "models", "runtimes"),
+    *("checkpoints", "texts"),
     *("measuring", "evaluation", "training", "choosing", "planning", "serving", "laboratory", "cli", "__main__"),
 ]
 
@@ -29,10 +30,10 @@ ROOMS = [
 # What a change may not exceed: the figures of ``scripts/house.py``, rounded up. Lower each when its figure falls.
 CEILINGS = {
     "tokens of code": 373_378,
-    "lines that the first patch loads": 8_988,
-    "files that the first patch loads": 47,
-    "lines of the core": 4_824,
-    "files of the core": 22,
+    "lines that the first patch loads": 8_990,
+    "files that the first patch loads": 49,
+    "lines of the core": 3_547,
+    "files of the core": 17,
     "long functions without a comment": 0,
     "stiff constructions": 252,
     "arguments without a noun": 0,
@@ -44,7 +45,7 @@ CEILINGS = {
     "lines of __all__": 0,
     "lines of JSON in ctxext/": 326,
     "lines of scripts/": 5_775,
-    "lines of tests/": 55_235,
+    "lines of tests/": 55_236,
     "lines to read: add a frequency method": 1_280,
     "lines to read: mend a defect of unpatch": 1_662,
     "lines to read: add a family": 1_777,

@@ -15,18 +15,18 @@ from ctxext.caches.call import SharedForward
 from ctxext.caches.digest import shares_heads
 from ctxext.caches.layout_mask import LayoutMask
 from ctxext.caches.records import ATTENTION
-from ctxext.core.code import names_of
 from ctxext.core.edits import Edits
-from ctxext.core.probe import Layers, forward_without_data, reads_an_encoder
 from ctxext.core.rebuild import FAILURES, Rebuild
-from ctxext.core.replaced import original_twin
-from ctxext.core.rotary import UNSEEN, RotaryPlace
 from ctxext.core.scaling import heads_of
 from ctxext.core.steps import ExtendedPart, register_description
 from ctxext.core.subject import Subject
 from ctxext.errors import BackendUnavailableError, IncompatibleError
 from ctxext.kernels import AttentionBackend, Call, Layout, Need, require_usable, select
 from ctxext.methods import EncodingMethod, Method
+from ctxext.probe.code import names_of
+from ctxext.probe.layers import Layers, forward_without_data, reads_an_encoder
+from ctxext.probe.replaced import original_twin
+from ctxext.rotary.sites import UNSEEN, RotaryPlace
 from ctxext.spec import Description
 
 KNOWN_ARGUMENTS = frozenset(

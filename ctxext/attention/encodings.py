@@ -24,10 +24,7 @@ from ctxext.caches.layout_mask import layout_of
 from ctxext.caches.travelling import Travelling
 from ctxext.core.edits import Edits
 from ctxext.core.override import ForwardOverride
-from ctxext.core.probe import forward_without_data
 from ctxext.core.rebuild import FAILURES, Rebuild
-from ctxext.core.replaced import original_twin
-from ctxext.core.rotary import RotaryPlace, find_places
 from ctxext.core.scaling import heads_of
 from ctxext.core.subject import Subject
 from ctxext.errors import IncompatibleError, InvalidParameterError
@@ -35,6 +32,9 @@ from ctxext.files import digest
 from ctxext.kernels.base import without_autocast
 from ctxext.methods import method_class
 from ctxext.methods.encoding import ENCODING, Encoding, EncodingMethod, EncodingSpec, Pairs, Weighting
+from ctxext.probe.layers import forward_without_data
+from ctxext.probe.replaced import original_twin
+from ctxext.rotary.sites import RotaryPlace, find_places
 
 ModelClass = TypeVar("ModelClass", bound=type[PreTrainedModel])
 

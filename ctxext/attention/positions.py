@@ -23,11 +23,11 @@ from ctxext.caches.call import current, paged_batch
 from ctxext.caches.held import require_as_read
 from ctxext.caches.layout_mask import UNPATCH, LayoutMask, layout_of
 from ctxext.caches.records import ATTENTION
-from ctxext.core.code import shows_all
 from ctxext.errors import IncompatibleError, InvalidParameterError, PatchStateError
 from ctxext.kernels import Layout
 from ctxext.kernels.layout import Span
 from ctxext.kernels.spans import require_no_hole
+from ctxext.probe.code import shows_all
 
 
 @dataclass(frozen=True)

@@ -26,13 +26,13 @@ from ctxext.attention.remap import HeadPieces
 from ctxext.attention.rotation import rotation_form
 from ctxext.attention.split_heads import Groups
 from ctxext.core.edits import Edits
-from ctxext.core.probe import Layers
 from ctxext.core.rebuild import Rebuild
-from ctxext.core.rotary import RotaryPlace, RotarySite
 from ctxext.core.subject import Subject
 from ctxext.errors import IncompatibleError
 from ctxext.methods.remap import Piece, RemapMethod
 from ctxext.methods.retrieval_heads import RetrievalHeads
+from ctxext.probe.layers import Layers
+from ctxext.rotary.sites import RotaryPlace, RotarySite
 
 OWN_ARGUMENTS = frozenset({"s_aux", "softcap"})
 """Further arguments that attention in pieces takes."""

@@ -14,12 +14,12 @@ from ctxext.attention.attend import LayerCall, decoder_of, install_attention, pu
 from ctxext.caches.digest import is_fsdp
 from ctxext.core.edits import Edits
 from ctxext.core.rebuild import FAILURES, Rebuild
-from ctxext.core.replaced import original_code, replaced_in
-from ctxext.core.rotary import RotarySite
 from ctxext.core.subject import Subject
 from ctxext.errors import IncompatibleError
 from ctxext.kernels.pieces import RotationForm, Turn
 from ctxext.methods.remap import PositionMap
+from ctxext.probe.replaced import original_code, replaced_in
+from ctxext.rotary.sites import RotarySite
 
 FAR = 5  # a position at which slow frequencies rotate measurably, and the fastest by more than half a turn
 ROTATING = ("apply_rotary_pos_emb", "apply_rotary_pos_emb_interleave", "apply_rotary_emb")  # as transformers has them

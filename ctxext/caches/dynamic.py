@@ -17,14 +17,14 @@ from ctxext.caches.call import PositionedForward, declared_length, paged_batch, 
 from ctxext.caches.generation import LengthRule, fit_to_lengths, note_fitted_lengths, of_row
 from ctxext.caches.records import NOT_ONE_GRAPH, FittedModules, cache_in, cached_tokens, current_pass, outside_graphs
 from ctxext.core.edits import Edits
-from ctxext.core.probe import readers_of
 from ctxext.core.rebuild import restoring
-from ctxext.core.rotary import RotarySite
-from ctxext.core.stored_form import StoredForm
 from ctxext.core.subject import Subject
 from ctxext.errors import IncompatibleError
 from ctxext.methods import RopeMethod
+from ctxext.probe.layers import readers_of
 from ctxext.rope_types import ROPE_TYPE
+from ctxext.rotary.sites import RotarySite
+from ctxext.rotary.stored_form import StoredForm
 
 NO_TOKEN = -1
 """Position of the slots of a row that has padding alone in a call."""

@@ -23,11 +23,11 @@ from transformers.cache_utils import CacheLayerMixin, DynamicCache, DynamicLayer
 from transformers.generation.continuous_batching import PagedAttentionCache
 from transformers.masking_utils import create_causal_mask
 
-from ctxext.core.code import masks_follow_positions
 from ctxext.core.saved import identity
 from ctxext.core.steps import Moment, Step, Work, register
 from ctxext.errors import IncompatibleError, PatchStateError
 from ctxext.methods.remap import RemapMethod
+from ctxext.probe.code import masks_follow_positions
 
 # Since transformers 5.24 a layer puts its keys into the paged cache; before that, its attention function did.
 PAGED_IN_LAYERS = "cache" in inspect.signature(create_causal_mask).parameters

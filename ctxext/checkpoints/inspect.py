@@ -21,7 +21,6 @@ from ctxext.core.architecture import trained_length_of
 from ctxext.core.edits import own_attributes
 from ctxext.core.patching import describe, patch, unpatch
 from ctxext.core.rebuild import Scalar
-from ctxext.core.rotary import find_sites
 from ctxext.core.saved import arguments_over, checked_extension, describe_saved, saved_extension, saved_sides
 from ctxext.core.scaling import published_json, scaling_of
 from ctxext.core.subject import Subject, text_of
@@ -38,6 +37,7 @@ from ctxext.models.sinusoid import Sinusoids
 from ctxext.models.table import LearnedTable
 from ctxext.models.windows import window_fields, window_note
 from ctxext.recommended import LONG, fits_unextended
+from ctxext.rotary.sites import find_sites
 from ctxext.runtimes.base import Export
 from ctxext.spec import LLAMA, Description, ExtensionArguments, RopeSpec
 

@@ -38,7 +38,6 @@ from ctxext.core.edits import Edits
 from ctxext.core.old_form import put_old_form
 from ctxext.core.patching import patched_state, require_own_config
 from ctxext.core.rebuild import own_defaults
-from ctxext.core.rotary import find_places, require_as_configured
 from ctxext.core.saved import extended_texts, extensions_in
 from ctxext.core.subject import Subject
 from ctxext.errors import (
@@ -55,6 +54,7 @@ from ctxext.mistakes import text_tokenizer
 from ctxext.models import find_architecture
 from ctxext.models.sinusoid import Sinusoids
 from ctxext.models.table import LearnedTable
+from ctxext.rotary.sites import find_places, require_as_configured
 
 UNREACHED = (OSError, HTTPError)  # the second of a connection that fails
 HUB_OPTIONS = ("repo_id", "commit_message", "create_pr", "private", "token")

@@ -17,7 +17,6 @@ from ctxext.choosing.halving import Costs, Halving
 from ctxext.choosing.losses import DEPTHS, MeasuredLosses
 from ctxext.choosing.verdict import Choice, RuntimeVerdict, Spent
 from ctxext.core.patching import patched_state
-from ctxext.core.rotary import find_sites
 from ctxext.core.subject import Subject
 from ctxext.errors import IncompatibleError, InvalidParameterError, PatchStateError
 from ctxext.evaluation.passkey import make_prompts
@@ -33,6 +32,7 @@ from ctxext.models import architecture_of
 from ctxext.models.rope import Rope
 from ctxext.quantities import parse_budget
 from ctxext.recommended import fits_unextended
+from ctxext.rotary.sites import find_sites
 from ctxext.texts.corpus import Corpus
 from ctxext.texts.documents import Document
 from ctxext.texts.stretches import corpus_from, split_texts

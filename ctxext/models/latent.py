@@ -7,12 +7,12 @@ from collections.abc import Sequence
 from dataclasses import asdict, replace
 
 from ctxext.core.rebuild import Rebuild
-from ctxext.core.rotary import LatentSpec, RotarySite
-from ctxext.core.stored_form import StoredForm, checked_lengths, find_stored_form
 from ctxext.core.subject import Subject
 from ctxext.errors import IncompatibleError
 from ctxext.files import JsonObject
 from ctxext.methods import RopeMethod
+from ctxext.rotary.sites import LatentSpec, RotarySite
+from ctxext.rotary.stored_form import StoredForm, checked_lengths, find_stored_form
 
 
 def score_form(subject: Subject, method: RopeMethod, sites: Sequence[RotarySite], windows: JsonObject) -> StoredForm:

@@ -14,9 +14,9 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 from transformers import PreTrainedModel
 
-from ctxext.core.probe import WIDTHS, readers_of, reads_an_encoder
 from ctxext.core.rebuild import FAILURES
 from ctxext.core.subject import field_of
+from ctxext.probe.layers import WIDTHS, readers_of, reads_an_encoder
 
 TOKENS = 6  # length of the text that shows the first row
 BOTH_SIDES = "decoder_input_ids"  # an argument of models that read two texts at once

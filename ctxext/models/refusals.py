@@ -19,7 +19,6 @@ from transformers import PreTrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from ctxext.core.architecture import CHECKS
-from ctxext.core.code import source_of_home
 from ctxext.core.rebuild import FAILURES
 from ctxext.core.saved import extended_texts, extensions_in, saved_extension, saved_method
 from ctxext.core.scaling import (
@@ -38,6 +37,7 @@ from ctxext.core.subject import Subject, text_of
 from ctxext.errors import CheckpointError, CtxextError, IncompatibleError, VerificationError, shown
 from ctxext.files import JsonObject
 from ctxext.methods.parameters import is_number
+from ctxext.probe.code import source_of_home
 from ctxext.rope_types import GUARD
 
 UNFIT = (*FAILURES, StrictDataclassError)

@@ -12,9 +12,19 @@ import torch
 from ctxext.core.architecture import Architecture, refuse_choices, required_length
 from ctxext.core.edits import Edits
 from ctxext.core.override import PinnedApply
-from ctxext.core.probe import Layers
 from ctxext.core.rebuild import Rebuild
-from ctxext.core.rotary import (
+from ctxext.core.saved import guarded_field
+from ctxext.core.scaling import Scaling, of_layers, scaling_of, stated_window
+from ctxext.core.subject import Subject
+from ctxext.errors import IncompatibleError, VerificationError
+from ctxext.files import JsonObject
+from ctxext.methods import BiasMethod, Method, RopeMethod
+from ctxext.methods.encoding import EncodingMethod
+from ctxext.methods.remap import RemapMethod
+from ctxext.models.windows import window_fields, window_note
+from ctxext.probe.layers import Layers
+from ctxext.rope_types import GUARD
+from ctxext.rotary.sites import (
     UNSEEN,
     LatentSpec,
     ProportionalSpec,
@@ -23,17 +33,7 @@ from ctxext.core.rotary import (
     require_as_configured,
     survey,
 )
-from ctxext.core.saved import guarded_field
-from ctxext.core.scaling import Scaling, of_layers, scaling_of, stated_window
-from ctxext.core.stored_form import StoredForm, checked_lengths, find_stored_form
-from ctxext.core.subject import Subject
-from ctxext.errors import IncompatibleError, VerificationError
-from ctxext.files import JsonObject
-from ctxext.methods import BiasMethod, Method, RopeMethod
-from ctxext.methods.encoding import EncodingMethod
-from ctxext.methods.remap import RemapMethod
-from ctxext.models.windows import window_fields, window_note
-from ctxext.rope_types import GUARD
+from ctxext.rotary.stored_form import StoredForm, checked_lengths, find_stored_form
 from ctxext.spec import Extension, ExtensionArguments, RopeSpec
 
 

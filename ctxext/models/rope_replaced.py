@@ -17,11 +17,8 @@ from ctxext.attention.encodings import encoding_fingerprint, install_encoding, s
 from ctxext.core.architecture import required_length
 from ctxext.core.edits import Edits
 from ctxext.core.override import PinnedApply
-from ctxext.core.probe import Layers
 from ctxext.core.rebuild import Rebuild
-from ctxext.core.rotary import RotaryPlace
 from ctxext.core.scaling import CHUNKED, REFUSALS, length_fields
-from ctxext.core.stored_form import unrotated_rope_parameters, with_base
 from ctxext.core.subject import Subject
 from ctxext.errors import IncompatibleError, InvalidParameterError, VerificationError
 from ctxext.files import JsonObject
@@ -29,7 +26,10 @@ from ctxext.methods import BiasMethod
 from ctxext.methods.encoding import EncodingMethod
 from ctxext.models.alibi import refuse_halves
 from ctxext.models.windows import window_fields, window_note
+from ctxext.probe.layers import Layers
 from ctxext.rope_types import UNROTATED_NAME
+from ctxext.rotary.sites import RotaryPlace
+from ctxext.rotary.stored_form import unrotated_rope_parameters, with_base
 from ctxext.spec import AlibiSpec, Extension, ExtensionArguments
 
 BOTH_WAYS = {

@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ctxext.core.architecture import refuse_choices
-from ctxext.core.code import names_of
 from ctxext.core.edits import Edits
 from ctxext.core.saved import GUARDED, guarded_field
 from ctxext.core.subject import Subject, field_of
@@ -31,6 +30,7 @@ from ctxext.models.table_rows import (
     values_of,
     weight_of,
 )
+from ctxext.probe.code import names_of
 from ctxext.rope_types import GUARD
 from ctxext.spec import Extension, ExtensionArguments, RopeSpec
 

@@ -11,8 +11,8 @@ from typing import Any
 from torch import nn
 
 from ctxext.core.architecture import EXPLANATIONS
-from ctxext.core.code import names_of, own_bases, source_of
 from ctxext.models.sinusoid import rotates_by_table
+from ctxext.probe.code import names_of, own_bases, source_of
 
 TABLE = re.compile(r"pos|wpe")
 BUCKETS = re.compile(r"relative_attention_bias|rel_pos_bias")

@@ -15,13 +15,13 @@ from typing import Any, ClassVar
 
 import torch
 
-from ctxext.core.rotary import SCALING_KEYS
 from ctxext.core.subject import path_to, text_of
 from ctxext.errors import IncompatibleError
 from ctxext.files import JsonObject
 from ctxext.methods.formulas import NEVER, as_longrope
 from ctxext.methods.yarn import YaRN
 from ctxext.models.windows import window_of
+from ctxext.rotary.sites import SCALING_KEYS
 from ctxext.spec import Frequencies, RopeSpec
 
 CLOSE = 1e-3

@@ -21,7 +21,6 @@ import torch
 from torch import Tensor, nn
 
 from ctxext.core.patching import describe, patched, patched_state, unpatch
-from ctxext.core.rotary import find_sites
 from ctxext.core.scaling import scaling_of
 from ctxext.core.subject import Subject
 from ctxext.errors import IncompatibleError, InvalidParameterError, VerificationError, printable, shown
@@ -31,6 +30,7 @@ from ctxext.methods import Method, RopeMethod
 from ctxext.methods.formulas import plain_inv_freq
 from ctxext.methods.longrope import LongRoPE
 from ctxext.methods.remap import RemapMethod
+from ctxext.rotary.sites import find_sites
 from ctxext.spec import Frequencies, RopeSpec
 
 TOP = 5  # log-probabilities of the next token that every server gives

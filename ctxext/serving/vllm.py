@@ -26,10 +26,10 @@ from packaging.version import Version
 from ctxext.checkpoints.carried import plain_config
 from ctxext.core.saved import checked_extension, saved_method, saved_sides
 from ctxext.core.scaling import CHUNKED, heads_of, rope_dicts
-from ctxext.core.stored_form import method_rope_parameters
 from ctxext.core.subject import text_of
 from ctxext.errors import IncompatibleError
 from ctxext.methods.dual_chunk import DualChunk
+from ctxext.rotary.stored_form import method_rope_parameters
 from ctxext.runtimes.vllm import PLUGIN, REMAPPED, REMAPPED_TYPES
 from ctxext.spec import RopeSpec
 

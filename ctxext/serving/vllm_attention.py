@@ -21,11 +21,11 @@ from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend, CPUAttentio
 
 from ctxext.attention.attend import Backends
 from ctxext.attention.remap import HeadPieces
-from ctxext.core.stored_form import stored_method
 from ctxext.errors import IncompatibleError
 from ctxext.kernels import Call, Layout
 from ctxext.kernels.pieces import RotationForm, attend_pieces, need_in_pieces
 from ctxext.methods.remap import RemapMethod
+from ctxext.rotary.stored_form import stored_method
 from ctxext.serving.vllm import REMAP
 
 

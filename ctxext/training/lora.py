@@ -25,11 +25,11 @@ from transformers import PreTrainedModel
 
 from ctxext.checkpoints.adapt import keep_biases, put_adapter
 from ctxext.checkpoints.adapters import keep_extension, read_extension
-from ctxext.core.code import own_bases, source_of
 from ctxext.core.edits import Edits
 from ctxext.core.subject import Subject
 from ctxext.errors import IncompatibleError
 from ctxext.methods.encoding import Encoding
+from ctxext.probe.code import own_bases, source_of
 
 Target = Literal["attention", "mlp"]
 # PEFT ties the head to a trained embedding only where this name, or lm_head, is among modules_to_save, although it then

@@ -48,7 +48,6 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 from ctxext.caches.digest import weights_digest
 from ctxext.choosing.candidates import grid
 from ctxext.core.patching import patched
-from ctxext.core.rotary import find_sites
 from ctxext.core.subject import Subject
 from ctxext.measuring.journal import Journal
 from ctxext.measuring.loss import loss_by_position
@@ -60,6 +59,7 @@ from ctxext.methods.longrope import LongRoPE
 from ctxext.methods.ntk import NTK
 from ctxext.methods.pi import PI
 from ctxext.methods.yarn import YaRN
+from ctxext.rotary.sites import find_sites
 from ctxext.spec import RopeSpec
 from ctxext.texts.corpus import TokenisedDocument, corpus_of
 from ctxext.texts.documents import read_documents

@@ -18,8 +18,8 @@ from transformers.masking_utils import (
 )
 
 from ctxext.caches.layout_mask import LayoutMask
-from ctxext.core.code import shows_all
 from ctxext.errors import IncompatibleError
+from ctxext.probe.code import shows_all
 
 ALWAYS = or_masks(causal_mask_function, lambda *args: torch.tensor(True))  # as in EmbeddingGemma
 PACKED = packed_sequence_mask_function(torch.zeros(1, 8, dtype=torch.long))

@@ -16,10 +16,10 @@ import ctxext
 from ctxext.checkpoints.inspect import Inspection, inspect_adapter, inspect_checkpoint, rope_of_checkpoint
 from ctxext.checkpoints.load import load_saved
 from ctxext.checkpoints.write import patch_checkpoint
-from ctxext.core.rotary import find_sites
 from ctxext.core.subject import Subject
 from ctxext.errors import CtxextError, PatchStateError
 from ctxext.methods import Method, known_methods
+from ctxext.rotary.sites import find_sites
 from ctxext.spec import LLAMA, RopeSpec
 from tests._checkpoints import rewrite, try_only
 from tests._famous import famous_checkpoint

@@ -21,12 +21,12 @@ import ctxext
 from ctxext.checkpoints.export import export_config
 from ctxext.checkpoints.source import read_any_config
 from ctxext.checkpoints.write import patch_checkpoint
-from ctxext.core.rotary import find_sites
 from ctxext.core.subject import Subject
 from ctxext.errors import BackendUnavailableError, CheckpointError, CtxextError, InvalidParameterError, PatchStateError
 from ctxext.methods import METHODS, Method, RopeMethod
 from ctxext.methods.retrieval_heads import RetrievalHeads
 from ctxext.methods.yarn import YaRN
+from ctxext.rotary.sites import find_sites
 from tests._models import FOR_LLAMA, logits, tiny, tokens
 from tests.walk.check import State
 from tests.walk.tiny import TRAINED_LENGTH

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from ctxext.core.rotary import find_sites
 from ctxext.core.subject import Subject
+from ctxext.rotary.sites import find_sites
 from scripts.studies import compare_searches
 from scripts.studies.compare_searches import Genetic, Problem
 from tests._checkpoints import rainy, save_with_tokenizer

@@ -17,9 +17,9 @@ from transformers.utils.generic import GeneralInterface
 
 import ctxext
 import ctxext.models.rope
-from ctxext.core.rotary import find_sites
 from ctxext.core.subject import Subject
 from ctxext.methods import METHODS, RopeMethod
+from ctxext.rotary.sites import find_sites
 from tests._models import MODELS, RECENT, logits, tiny, tokens
 from tests._products import pairwise
 from tests.walk.check import State, Stock, check_model

@@ -11,10 +11,10 @@ from torch import Tensor
 from transformers import AutoModelForImageTextToText, PreTrainedModel
 
 import ctxext
-from ctxext.core.rotary import find_sites
 from ctxext.core.subject import Subject
 from ctxext.errors import IncompatibleError
 from ctxext.methods import known_methods
+from ctxext.rotary.sites import find_sites
 from tests._models import FOR_LLAMA, tokens
 from tests.walk.tiny import TRAINED_LENGTH, tiny_config, tiny_model
 

@@ -22,10 +22,10 @@ from ctxext.checkpoints.load import extended_config
 from ctxext.checkpoints.source import read_any_config
 from ctxext.checkpoints.write import patch_checkpoint, with_old_form
 from ctxext.core.old_form import OLD_GUARD
-from ctxext.core.rotary import find_sites
 from ctxext.core.subject import Subject
 from ctxext.errors import CheckpointError
 from ctxext.methods import METHODS, RopeMethod
+from ctxext.rotary.sites import find_sites
 from ctxext.spec import RopeSpec
 from tests._formulas import Spectrum, spectrum
 from tests._models import FOR_LLAMA, RECENT, logits, tiny, tokens

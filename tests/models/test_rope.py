@@ -10,8 +10,8 @@ import torch
 import transformers
 
 import ctxext
-from ctxext.core.probe import Layers
 from ctxext.errors import IncompatibleError
+from ctxext.probe.layers import Layers
 from tests._models import tiny
 from tests.walk import check, run
 from tests.walk.check import Stock, check_model, walked_methods

@@ -21,10 +21,10 @@ from torch import Tensor
 
 from ctxext.checkpoints.export import export, export_config
 from ctxext.checkpoints.load import extended_config
-from ctxext.core.stored_form import method_rope_parameters, stored_method
 from ctxext.errors import IncompatibleError, install_line
 from ctxext.methods import METHODS
 from ctxext.methods.dual_chunk import DualChunk
+from ctxext.rotary.stored_form import method_rope_parameters, stored_method
 from ctxext.runtimes.vllm import PLUGIN, REMAPPED, REMAPPED_TYPES
 from ctxext.serving.vllm import REMAP, register, served_config
 from ctxext.spec import RopeSpec

@@ -16,9 +16,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 import ctxext
-from ctxext.core.probe import look
 from ctxext.core.rebuild import FAILURES
-from ctxext.core.rotary import find_sites
 from ctxext.core.subject import Subject
 from ctxext.errors import CtxextError, IncompatibleError, PatchStateError
 from ctxext.methods import Method, TableMethod, known_methods
@@ -26,6 +24,8 @@ from ctxext.methods.retrieval_heads import RetrievalHeads
 from ctxext.models import find_architecture
 from ctxext.models.alibi import AlibiArchitecture
 from ctxext.models.buckets import Buckets
+from ctxext.probe.layers import look
+from ctxext.rotary.sites import find_sites
 from ctxext.spec import RopeSpec
 from tests.walk.kinds import group_of, groups_for
 from tests.walk.stock import logits_of, output_of

@@ -44,8 +44,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from transformers import PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from ctxext.core.probe import look
 from ctxext.core.subject import Subject
+from ctxext.probe.layers import look
 from tests.walk.check import Finding, Stock, check_model, is_decoders, walked_methods
 from tests.walk.kinds import OTHER, positions_of
 from tests.walk.pages import coverage as coverage_of

@@ -21,9 +21,9 @@ from transformers import (
 from transformers.activations import ACT2FN
 
 import ctxext
-from ctxext.core.probe import Layers, look
 from ctxext.core.subject import Subject
 from ctxext.errors import IncompatibleError
+from ctxext.probe.layers import Layers, look
 from ctxext.training.masked import shift_of
 from tests._models import RECENT, bert, logits, tiny, tokens
 from tests.walk.check import State, rotating_layers

@@ -22,10 +22,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.masking_utils import causal_mask_function
 
-from ctxext.core.code import shows_all
 from ctxext.core.rebuild import FAILURES
-from ctxext.core.replaced import original_twin
 from ctxext.errors import IncompatibleError
+from ctxext.probe.code import shows_all
+from ctxext.probe.replaced import original_twin
 
 PROBE = "ctxext_probe"
 TOKENS = 8  # enough for every kind of layer: the probe tells windows and chunks by their masks, not by their size

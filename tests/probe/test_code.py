@@ -10,8 +10,8 @@ import pytest
 import torch
 
 import ctxext
-from ctxext.core.code import names_of, source_of
 from ctxext.errors import IncompatibleError
+from ctxext.probe.code import names_of, source_of
 from ctxext.training.lora import attach_lora
 from tests._models import logits, tiny, tokens
 from tests.walk.tiny import TRAINED_LENGTH

@@ -16,7 +16,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ctxext.core.probe import Layers, look, readers_of
 from ctxext.core.rebuild import Rebuild, running
 from ctxext.core.scaling import FOLLOWING, FOREIGN_KEYS, is_windowed, mixes_windows
 from ctxext.core.subject import SIDES, Subject
@@ -24,6 +23,7 @@ from ctxext.errors import IncompatibleError, PatchStateError
 from ctxext.files import JsonObject
 from ctxext.methods import RopeMethod
 from ctxext.methods.formulas import plain_inv_freq
+from ctxext.probe.layers import Layers, look, readers_of
 from ctxext.spec import Frequencies, RopeSpec
 
 # float32 carries a phase to about 2^-23 relative; the power base^(-2i/d) adds a few units more.

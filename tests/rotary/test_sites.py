@@ -16,8 +16,8 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 import ctxext
 from ctxext.checkpoints.inspect import inspect_checkpoint
-from ctxext.core.rotary import RotaryPlace
 from ctxext.errors import IncompatibleError, PatchStateError
+from ctxext.rotary.sites import RotaryPlace
 from tests._checkpoints import try_only
 from tests._models import tiny, tokens
 from tests._products import crossed

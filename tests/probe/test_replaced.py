@@ -15,9 +15,9 @@ from transformers.models.llava import modeling_llava
 from transformers.models.qwen3 import modeling_qwen3
 
 import ctxext
-from ctxext.core import probe
-from ctxext.core.replaced import replaced_in
 from ctxext.errors import IncompatibleError
+from ctxext.probe import layers as probe
+from ctxext.probe.replaced import replaced_in
 from tests._models import logits, tiny, tokens
 from tests._products import crossed
 

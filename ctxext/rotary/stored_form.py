@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from ctxext.core.rebuild import RESTORING, Rebuild
-from ctxext.core.rotary import SCALING_KEYS, LatentSpec, ProportionalSpec, RotarySite
 from ctxext.core.scaling import CHUNKED, REFUSALS, declared_fields, heads_of, length_fields
 from ctxext.core.subject import Subject
 from ctxext.errors import CheckpointError, IncompatibleError, shown
@@ -25,6 +24,7 @@ from ctxext.methods import Method, RopeMethod, saved_class
 from ctxext.methods.formulas import as_longrope
 from ctxext.methods.remap import RemapMethod
 from ctxext.rope_types import GUARD, ROPE_NAME, ROPE_TYPE, UNROTATED_TYPE
+from ctxext.rotary.sites import SCALING_KEYS, LatentSpec, ProportionalSpec, RotarySite
 from ctxext.spec import RopeSpec
 
 # Of methods that keep the frequencies, where the config accepts only its usual rope type (Phi-3).
