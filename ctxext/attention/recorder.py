@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
-from transformers import AttentionInterface, AttentionMaskInterface
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
 from ctxext.attention.attend import LayerCall, attention_function, put_in_evaluation
@@ -156,7 +156,10 @@ def recording(subject: Subject, *, lifted: bool = False) -> Iterator[Recorder]:
     recorder, edits = Recorder(subject, own, lifted), Edits()
     token = _recorder.set(recorder)
     try:
-        edits.set(subject.text, "_attn_implementation_internal", RECORDING)
+        inside = (part.config for part in model.modules() if isinstance(part, PreTrainedModel))
+        for config in (subject.text, *inside):  # one object for text, unless the model's config was replaced
+            if type(config) is type(subject.text):
+                edits.set(config, "_attn_implementation_internal", RECORDING)
         put_in_evaluation(model, edits)
         with torch.no_grad(), torch.compiler.set_stance("force_eager"):
             yield recorder

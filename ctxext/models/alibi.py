@@ -125,11 +125,12 @@ class AlibiArchitecture(Architecture):
         edits.set(config, self.length_field, target)
         if not plain:
             edits.set_unchecked(config, GUARDED_FIELD, GUARD)
-        edits.set(config, "_attn_implementation_internal", ATTENTION)
         for module in list(subject.model.modules()):
             # The whole too: heads of transformers do not pass position_ids on.
             if module is subject.model or isinstance(module, self.decoder_class):
                 edits.set(module, "forward", PositionedForward.around(module))
+                # Each keeps its own object where the model's config was replaced.
+                edits.set(module.config, "_attn_implementation_internal", ATTENTION)
             elif isinstance(module, self.attention_class):
                 if cache_argument(module) is None:  # its new forward would miss the cache
                     raise IncompatibleError(

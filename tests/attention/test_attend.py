@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from types import SimpleNamespace
 from typing import Any
 
@@ -51,6 +52,22 @@ def test_another_attention_implementation_after_alibi_is_refused_and_can_be_take
             logits(model, tokens())
     model.set_attn_implementation("ctxext")
     assert torch.equal(logits(model, tokens()), expected)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "method"),
+    [("llama", "t5_bias"), ("llama", "retrieval_heads"), ("llama", "self_extend"), ("llama", "alibi"), ("bloom", "pi")],
+)
+def test_a_config_that_was_replaced_before_the_patch(model_type: str, method: str) -> None:
+    """Its modules keep the object that they were built from."""
+    model, other = tiny(model_type), tiny(model_type)
+    model.config = copy.deepcopy(model.config)
+    plain, found = logits(model, tokens()), []
+    for one in (model, other):
+        torch.manual_seed(0)
+        found.append(logits(ctxext.patch(one, method, factor=4.0, trained_length=TRAINED_LENGTH), tokens()))
+    assert torch.equal(*found)
+    assert torch.equal(logits(ctxext.unpatch(model), tokens()), plain)
 
 
 def test_unpatching_after_another_attention_implementation_brings_rotation_back() -> None:
