@@ -29,7 +29,7 @@ ROOMS = [
 
 # What a change may not exceed: the figures of ``scripts/house.py``, rounded up. Lower each when its figure falls.
 CEILINGS = {
-    "tokens of code": 373_378,
+    "tokens of code": 373_438,
     "lines that the first patch loads": 8_990,
     "files that the first patch loads": 49,
     "lines of the core": 3_547,
@@ -45,10 +45,10 @@ CEILINGS = {
     "lines of __all__": 0,
     "lines of JSON in ctxext/": 326,
     "lines of scripts/": 5_775,
-    "lines of tests/": 55_236,
+    "lines of tests/": 55_253,
     "lines to read: add a frequency method": 1_280,
     "lines to read: mend a defect of unpatch": 1_662,
-    "lines to read: add a family": 1_777,
+    "lines to read: add a family": 1_778,
     "lines to read: mend a defect of caches": 2_613,
     "lines to read: add a column to the perplexity report": 1_314,
     "look-ups of the base model and its text config": 79,

@@ -19,7 +19,7 @@ from ctxext.core.edits import Edits
 from ctxext.core.rebuild import FAILURES, Rebuild
 from ctxext.core.scaling import heads_of
 from ctxext.core.steps import ExtendedPart, register_description
-from ctxext.core.subject import Subject, text_of
+from ctxext.core.subject import Subject
 from ctxext.errors import BackendUnavailableError, IncompatibleError
 from ctxext.kernels import AttentionBackend, Call, Layout, Need, require_usable, select
 from ctxext.methods import EncodingMethod, Method
@@ -402,7 +402,7 @@ def install_attention(
         crossing: paths of layers that attend to an encoder's text; they get attention without distances.
     """
     decoder, leave = decoder_of(subject, place), LeaveAttend(subject.text._attn_implementation)
-    for config in (subject.text, text_of(decoder.config)):  # two objects where the model's config was replaced
+    for config in (subject.text, decoder.config):  # two objects where the model's config was replaced
         edits.set(config, "_attn_implementation_internal", ATTENTION)
     edits.set(decoder, "forward", SharedForward.around(decoder))
     across = CrossAttend(attend.backends) if crossing else None

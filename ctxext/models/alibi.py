@@ -129,7 +129,7 @@ class AlibiArchitecture(Architecture):
             # The whole too: heads of transformers do not pass position_ids on.
             if module is subject.model or isinstance(module, self.decoder_class):
                 edits.set(module, "forward", PositionedForward.around(module))
-                # Each keeps its own object where the model's config was replaced.
+                # Where the model's config was replaced, modules keep the object they were built from.
                 edits.set(module.config, "_attn_implementation_internal", ATTENTION)
             elif isinstance(module, self.attention_class):
                 if cache_argument(module) is None:  # its new forward would miss the cache
