@@ -10,6 +10,7 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
+from ctxext.core.edits import Edits
 from ctxext.core.steps import ExtendedPart, Moment, Step, Work, register, register_description
 from ctxext.core.subject import Subject
 from ctxext.errors import CheckpointError, InvalidParameterError
@@ -160,18 +161,29 @@ def _written(work: Work) -> Extension:
 def _raise_generation(work: Work) -> None:
     """Set the limit of ``generate`` to the new window, where it was the window before.
 
+    A model that was loaded extended is plain once it is unpatched, and then has the trained length as its limit.
+    """
+    settings, extension = work.subject.model.generation_config, _written(work)
+    if work.is_restored:
+        _set_length(settings, extension.trained_length, Edits())
+    _set_length(settings, extension.target_length, work.edits)
+
+
+def _set_length(settings: Any, length: int, edits: Edits) -> None:
+    """Set the limit of ``generate`` in its settings.
+
     transformers saves settings with faults, as of many published checkpoints, only where they are as they were loaded.
     """
-    settings: Any = work.subject.model.generation_config
     is_as_loaded = getattr(settings, LOADED, None) == hash(settings)
-    work.edits.set(settings, "max_length", _written(work).target_length)
+    edits.set(settings, "max_length", length)
     if is_as_loaded:
-        work.edits.set(settings, LOADED, hash(settings))
+        edits.set(settings, LOADED, hash(settings))
 
 
 def _is_window(value: int, work: Work, extension: Extension) -> bool:
-    """Return whether a limit of a live object was the window before."""
-    return _was_window(value, extension.trained_length, extension.target_length, work.former)
+    """Return whether a limit of a live object was the window before, or is the one of a restored extension."""
+    is_saved = work.is_restored and value == extension.target_length
+    return is_saved or _was_window(value, extension.trained_length, extension.target_length, work.former)
 
 
 def _raise_wrappers(work: Work) -> None:

@@ -150,6 +150,28 @@ def test_a_file_that_is_no_json_is_named_by_its_own_place(source: Path, tmp_path
         patch_checkpoint(source, tmp_path / "long", "pi", factor=4)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("model_type", ["llama", "t5gemma"])
+def test_a_loaded_model_that_is_unpatched_writes_no_further_than_it_was_trained_for(
+    model_type: str, tmp_path: Path
+) -> None:
+    """Its limit of ``generate`` was saved with the extension; the model is plain without it."""
+    model = tiny(model_type)
+    shorter: dict[str, Any] = {"method": "yarn", "factor": 2, "trained_length": TRAINED_LENGTH}
+    plain: dict[str, Any] = {}
+    model.generation_config.max_length = TRAINED_LENGTH
+    ctxext.patch(model, "yarn", factor=4).save_pretrained(tmp_path / "long")
+    for factor, given in ((4, plain), (2, shorter)):
+        loaded = ctxext.load(tmp_path / "long", **given)
+        assert loaded.generation_config.max_length == factor * TRAINED_LENGTH
+        assert ctxext.unpatch(loaded).generation_config.max_length == TRAINED_LENGTH
+    saved = ctxext.patch(type(model).from_pretrained(tmp_path / "long"), **shorter)
+    assert ctxext.unpatch(saved).generation_config.max_length == 4 * TRAINED_LENGTH  # its config is extended again
+    model.generation_config.max_length = 20  # a choice, and no window
+    model.save_pretrained(tmp_path / "chosen")
+    assert ctxext.unpatch(ctxext.load(tmp_path / "chosen")).generation_config.max_length == 20
+
+
 # As Llama 2 was published at first: numbers of sampling without do_sample, which transformers calls invalid.
 FAULTY = {"max_length": TRAINED_LENGTH, "temperature": 0.9, "top_p": 0.6}
 
@@ -175,7 +197,9 @@ def test_settings_with_faults_are_saved_as_they_were_loaded(tmp_path: Path) -> N
         told = json.loads((tmp_path / name / "generation_config.json").read_text())
         assert told.items() >= (FAULTY | window).items()
     ctxext.unpatch(model).save_pretrained(tmp_path / "plain")
-    assert json.loads((tmp_path / "plain" / "generation_config.json").read_text()).items() >= FAULTY.items()
+    ctxext.unpatch(ctxext.load(tmp_path / "saved")).save_pretrained(tmp_path / "unpatched")
+    for name in ("plain", "unpatched"):
+        assert json.loads((tmp_path / name / "generation_config.json").read_text()).items() >= FAULTY.items()
 
 
 @pytest.mark.slow
