@@ -209,7 +209,12 @@ def patch_with_draft(
 
     Raises:
         IncompatibleError: only the checkpoint was written, since the draft cannot follow; the message says why.
+        InvalidParameterError: no ``method``, without which nothing is extended.
     """
+    if method is None:
+        raise InvalidParameterError(
+            f"draft: {draft} is extended as far as {source}, which takes a method. Name it, or leave draft out."
+        )
     beside = Path(destination).with_name(f"{Path(destination).name}-draft")
     refuse_destination(beside)
     written = patch_checkpoint(source, destination, method, results=results, trained_length=trained_length, **given)
@@ -248,6 +253,12 @@ def _unpacked(
         raise InvalidParameterError(f"link: the weights in {source} are written anew. Leave link out.")
     if method is None:
         refuse_without_method(arguments, "a GGUF file is unpacked as it is")
+        for name, value in {"results": results, "chosen": chosen}.items():
+            if value is not None:
+                raise InvalidParameterError(
+                    f"{name}: it is kept with an extension, and without a method {source} is unpacked as it is. Name "
+                    f"the method too, or leave {name} out."
+                )
         model: Any = load_saved(source, plain_class=AutoModelForCausalLM, dtype=torch.bfloat16)
     else:
         model = load(source, method, dtype=torch.bfloat16, **arguments)

@@ -503,6 +503,16 @@ def test_source_that_is_not_there_or_not_a_directory(llama: Path, tmp_path: Path
     assert os.listdir(tmp_path) == ["a.gguf"]
 
 
+@pytest.mark.parametrize("given", [{"results": "It fell."}, {"chosen": {"by": "hand"}}, {"draft": "head"}])
+def test_what_belongs_to_an_extension_is_refused_where_a_gguf_file_is_unpacked(given: Any, tmp_path: Path) -> None:
+    """A report was left out of the plain copy in silence, and a draft was refused once the copy was written."""
+    (tmp_path / "a.gguf").write_bytes(b"GGUF")
+    verb: Any = patch_with_draft if "draft" in given else patch_checkpoint
+    with pytest.raises(InvalidParameterError, match=rf"^{next(iter(given))}: .*a\.gguf.* method"):
+        verb(tmp_path / "a.gguf", tmp_path / "plain", **given)
+    assert os.listdir(tmp_path) == ["a.gguf"]
+
+
 @pytest.mark.parametrize("method", ["self_extend", "yarn"])
 @pytest.mark.nightly
 def test_a_gguf_file_becomes_a_checkpoint_that_loads(method: str, tmp_path: Path) -> None:
