@@ -23,9 +23,7 @@ from ctxext.errors import CheckpointError, CtxextError, IncompatibleError, Inval
 WIDTHS = ((".lora_A.weight", 1, ("in_features", "nx")), (".lora_B.weight", 0, ("out_features", "nf")))
 
 
-def put_adapter(
-    model: nn.Module, adapter: SavedAdapter, edits: Edits | None = None, *, drawn: bool, **arguments: Any
-) -> Any:
+def put_adapter(model: Any, adapter: SavedAdapter, edits: Edits | None = None, *, drawn: bool, **arguments: Any) -> Any:
     """Put a saved adapter, and the encoding that was saved with it, on a model that is extended alike.
 
     A PEFT model gets one more adapter. ``drawn`` says that the encoding of ``model`` was drawn at random, and belongs
@@ -37,7 +35,8 @@ def put_adapter(
     Raises:
         CheckpointError: if the model is extended otherwise than the one that the adapter was trained on; or if the
             encoding was not saved with the adapter, or differs from the encoding of the model's adapters.
-        IncompatibleError: if weights of the model are on a disk, or PEFT refuses the adapter.
+        IncompatibleError: if weights of the model are on a disk, PEFT refuses the adapter, or the adapter belongs on
+            the model inside a wrapper, such as a pipeline.
         InvalidParameterError: if the model has an adapter of this name.
     """
     from peft import PeftMixedModel, PeftModel
@@ -66,6 +65,13 @@ def put_adapter(
         )
     known = encoding_weights(base)
     stored = _require_encoding(base, adapter, known, drawn=drawn, shared=bool(there))
+    first = {key.removeprefix("base_model.model.").partition(".")[0] for key in stored}
+    children = {name for name, _ in model.named_children()} if isinstance(model, nn.Module) else set[str]()
+    if adapted is None and subject.wrappers and not first <= children:
+        raise IncompatibleError(
+            f"base={type(model).__name__}: the adapter in {adapter.directory} belongs on the {type(base).__name__} "
+            f"inside it, by whose names PEFT finds layers. Give that model: base=..."
+        )
     # PEFT changes the model before it reads the weights, so sizes are compared first.
     _require_sizes(base, adapter.directory, stored)
     try:

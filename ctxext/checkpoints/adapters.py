@@ -408,7 +408,7 @@ def read_beside(path: Path) -> JsonObject:
     return saved
 
 
-def read_extension(directory: Path, *, plain: bool = False, base: StrPath | nn.Module | None = None) -> SavedAdapter:
+def read_extension(directory: Path, *, plain: bool = False, base: Any = None) -> SavedAdapter:
     """Read the extension from the file next to an adapter's weights, or else from its base.
 
     With ``plain``, an adapter of a plain model is accepted too. ``base`` is where the base lies now, if not where the
@@ -478,7 +478,7 @@ def _carried_by_base(place: Any) -> JsonObject | None:
     Programs without ctxext load such a base extended, and save the adapters that they train on it unmarked.
     """
     if isinstance(place, nn.Module):
-        return getattr(unwrapped(place)[-1].config, "ctxext", None)
+        return getattr(getattr(unwrapped(place)[-1], "config", None), "ctxext", None)
     config = Path(place) / "config.json" if isinstance(place, str | os.PathLike) and os.fspath(place) else None
     if config is None or not config.is_file():
         return None

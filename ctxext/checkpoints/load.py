@@ -533,7 +533,7 @@ def attached(
 
 def _load_adapter(
     directory: Path,
-    base: StrPath | nn.Module | None,
+    base: Any,
     attention: str | None,
     loading: LoadingOptions,
     auto_class: Any,
@@ -545,12 +545,12 @@ def _load_adapter(
         raise InvalidParameterError(f"adapter_name must be a name without a dot, found {name!r}.")
     # It says so where PEFT is missing.
     adapter = read_extension(directory, plain=plain_class is not None, base=base)
-    if isinstance(base, nn.Module):
+    if base is not None and not isinstance(base, str | os.PathLike):
         given = {"attention": attention, "auto_class": auto_class}
         extra = [*loading, *(name for name, value in given.items() if value is not None)]
         if extra:
             raise InvalidParameterError(f"{', '.join(extra)}: base is a model in memory, which is loaded already.")
-        model, drawn = base, False
+        model, drawn = base, False  # or anything else that a user gave, which is refused
     else:
         place = base_of(directory) if base is None else os.fspath(base)
         if base is None and adapter.config.revision is not None:

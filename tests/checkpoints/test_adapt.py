@@ -13,6 +13,7 @@ import torch
 from accelerate import dispatch_model
 from peft import IA3Config, LoraConfig, PeftModel, PromptTuningConfig, get_peft_model
 from torch import Tensor, nn
+from transformers import pipeline
 
 import ctxext
 from ctxext.checkpoints.adapters import ADAPTER_WEIGHTS
@@ -21,6 +22,8 @@ from ctxext.errors import CheckpointError, CtxextError, IncompatibleError, Inval
 from tests._checkpoints import rewrite
 from tests._models import logits, tiny, tokens
 from tests._peft import ALL, EXTENSION, base_of, extended, trained
+from tests._tokenizer import make_tokenizer
+from tests.walk.check import State
 
 
 def test_onto_a_model_in_memory(adapter: tuple[Path, Tensor], plain: Path) -> None:
@@ -39,6 +42,24 @@ def test_onto_a_model_in_memory(adapter: tuple[Path, Tensor], plain: Path) -> No
             ctxext.load(directory, base=wrong)
     with pytest.raises(InvalidParameterError, match=r"base=LlamaForCausalLM is for adapters"):
         ctxext.load(plain, base=base)
+
+
+@pytest.mark.slow
+def test_a_base_inside_a_wrapper_is_asked_for_alone(adapter: tuple[Path, Tensor], plain: Path, tmp_path: Path) -> None:
+    """PEFT finds layers by their names, to which a wrapper adds its own, and of a pipeline it knows nothing."""
+    base = extended(base_of(plain))
+    held = pipeline("text-generation", model=base, tokenizer=make_tokenizer(bos=True), device="cpu")
+    before = State.of(base, tokens())
+    for wrapper in (held, torch.compile(base), nn.DataParallel(base)):
+        said = rf"^base={type(wrapper).__name__}: the adapter in .* belongs on the LlamaForCausalLM inside it"
+        with pytest.raises(IncompatibleError, match=said):
+            ctxext.load(adapter[0], base=wrapper)
+    assert before.difference(base) is None
+    assert torch.equal(logits(ctxext.load(adapter[0], base=held.model), tokens()), adapter[1])
+    get_peft_model(base_of(plain), LoraConfig(target_modules=["q_proj"])).save_pretrained(tmp_path)  # plain, unmarked
+    for wrong in (nn.Linear(2, 2), 5):
+        with pytest.raises(IncompatibleError, match=f"extends transformers models; found {type(wrong).__name__}"):
+            ctxext.load(tmp_path, "yarn", factor=2, base=wrong)
 
 
 @pytest.mark.slow
