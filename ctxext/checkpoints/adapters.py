@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import gc
@@ -11,6 +12,7 @@ import json
 import os
 import tempfile
 import weakref
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -29,7 +31,7 @@ from ctxext.core.scaling import published_json, published_text
 from ctxext.core.steps import Moment, Step, register
 from ctxext.core.subject import EXTENDED_IN_MEMORY, Subject, text_of, unwrapped
 from ctxext.errors import CheckpointError, IncompatibleError, require_package
-from ctxext.files import JsonObject, StrPath, hidden_beside, read_json, write_whole
+from ctxext.files import JsonObject, StrPath, gguf_at, hidden_beside, read_json, write_whole
 from ctxext.methods.encoding import ENCODING
 from ctxext.rope_types import GUARD as CONFIG_GUARD
 
@@ -88,6 +90,30 @@ def base_of(directory: StrPath) -> str:
             f"{ADAPTER_FILE} (base_model_name_or_path)."
         )
     return base
+
+
+@contextlib.contextmanager
+def finding_base(directory: StrPath, base: str) -> Iterator[None]:
+    """Say of a base checkpoint that is not there which adapter needs it, and where it was looked for.
+
+    Raises:
+        CheckpointError: the one of the block, with both.
+    """
+    try:
+        yield
+    except CheckpointError as error:
+        if (Path(base) / "config.json").is_file() or gguf_at(base) is not None:
+            raise
+        where = ""
+        if not os.path.isabs(base) and not os.path.exists(base):
+            where = f" As a path, {base} begins at {Path.cwd()}."
+            around = (folder / base for folder in Path(directory).resolve().parents)
+            near = next((place for place in around if place.exists()), None)
+            where += "" if near is None else f" One lies at {near}."
+        raise CheckpointError(
+            f"The adapter in {directory} needs its base checkpoint: {error}{where} Where it lies elsewhere now, pass "
+            f"base=... to ctxext.load, or write it into {ADAPTER_FILE} (base_model_name_or_path)."
+        ) from error
 
 
 @dataclass(frozen=True)
@@ -428,9 +454,11 @@ def read_extension(directory: Path, *, plain: bool = False, base: Any = None) ->
     named = adapter.get("base_model_name_or_path")  # on which it was trained, while that lies there
     carried = None if is_extended else _carried_by_base(named) or _carried_by_base(base)
     if not (is_extended or carried or plain):
+        away = base is None and isinstance(named, str) and not os.path.exists(named)
+        perhaps = f" Where its base {named} carries one, pass the folder of that: base=..." if away else ""
         raise CheckpointError(
             f"{directory} is an adapter without {EXTENSION_FILE}: it was saved without an extension. Name the one to "
-            f"take, as in ctxext.load(path, method='yarn', factor=4), or load it plain with PeftModel."
+            f"take, as in ctxext.load(path, method='yarn', factor=4), or load it plain with PeftModel.{perhaps}"
         )
     if not (directory / ADAPTER_WEIGHTS).is_file():
         raise CheckpointError(

@@ -19,7 +19,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from ctxext.attention.encodings import with_encodings
 from ctxext.checkpoints.adapt import put_adapter, take_out
-from ctxext.checkpoints.adapters import SavedAdapter, base_of, is_adapter, read_extension
+from ctxext.checkpoints.adapters import SavedAdapter, base_of, finding_base, is_adapter, read_extension
 from ctxext.checkpoints.carried import already_extended, arguments_of, differences, plain_config
 from ctxext.checkpoints.classes import config_of, meta_model, model_class
 from ctxext.checkpoints.encodings import encoding_weights
@@ -555,6 +555,11 @@ def _load_adapter(
         place = base_of(directory) if base is None else os.fspath(base)
         if base is None and adapter.config.revision is not None:
             loading.setdefault("revision", adapter.config.revision)
+        with finding_base(directory, place):
+            folder, where = gguf_inside(place, loading)
+            checked_path(folder, where)
+            if not os.path.exists(folder):
+                _read_config(folder, where)  # which asks the hub
         if auto_class is not None:
             loading["auto_class"] = auto_class
         if adapter.extension:
@@ -573,12 +578,6 @@ def _load_base(
     """
     directory, saved = adapter.directory, adapter.extension
     place, loading = gguf_inside(place, loading)
-    try:
-        checked_path(place, loading)
-    except CheckpointError as error:
-        raise CheckpointError(
-            f"The adapter in {directory} needs its base checkpoint: {error} Where it lies elsewhere now, pass base=..."
-        ) from error
     config = _read_config(place, loading)
     carried = saved_extension(config, place)
     restored = carried is not None and not differences(saved, carried)

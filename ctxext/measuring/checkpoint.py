@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM, AutoModelForMaskedLM
 from transformers.utils import logging as transformers_logging
 
 from ctxext.caches.digest import weights_digest
-from ctxext.checkpoints.adapters import base_of, is_adapter
+from ctxext.checkpoints.adapters import base_of, finding_base, is_adapter
 from ctxext.checkpoints.bundled import default_checkpoint
 from ctxext.checkpoints.classes import meta_model, require_class, require_language_model
 from ctxext.checkpoints.load import attached, load_saved
@@ -218,8 +218,9 @@ def _load(
         raise CheckpointError(f"{source} is an adapter; merge it into its masked language model, and give that.")
     where, inside = gguf_inside(base_of(source) if adapted else source, {})
     file = {"gguf_file": inside["gguf_file"]} if inside else {}
-    checked_path(where, file)
-    config = None if file and weights else read_any_config(where, **trust, **file)  # a GGUF file says no dtype
+    with finding_base(source, where) if adapted else contextlib.nullcontext():
+        checked_path(where, file)
+        config = None if file and weights else read_any_config(where, **trust, **file)  # a GGUF file says no dtype
     if config is not None and not masked:
         require_language_model(config, where)
     chosen, why = (dtype, "as asked for") if dtype != "auto" else safe_dtype(getattr(config, "dtype", None), device)

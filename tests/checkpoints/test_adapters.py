@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import json
 import pickle
 import re
@@ -13,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from huggingface_hub import ModelCard
+from huggingface_hub import ModelCard, constants
 from peft import (
     AdaLoraConfig,
     AutoPeftModelForCausalLM,
@@ -37,7 +38,9 @@ from transformers import AutoModelForCausalLM
 import ctxext
 from ctxext.checkpoints import adapters
 from ctxext.checkpoints.adapters import ADAPTER_WEIGHTS, EXTENSION_FILE, SENTENCE
+from ctxext.checkpoints.load import load_saved
 from ctxext.errors import CheckpointError, IncompatibleError, InvalidParameterError, PatchStateError, VerificationError
+from ctxext.measuring.checkpoint import load_checkpoint
 from ctxext.training.lora import attach_lora, reattach_lora
 from tests._checkpoints import contents
 from tests._models import logits, tiny, tokens
@@ -155,6 +158,31 @@ def test_the_base_has_moved(adapter: tuple[Path, Tensor], plain: Path, tmp_path:
         (directory / "adapter_config.json").write_text(json.dumps(config | {"base_model_name_or_path": nothing}))
         with pytest.raises(CheckpointError, match=r"does not say what its base checkpoint is; pass base="):
             ctxext.load(directory)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("named", ["./models/base", "models/base"])  # the second may be a name on the hub
+@pytest.mark.parametrize("method", ["yarn", None])
+def test_a_base_with_a_relative_path_is_looked_for_where_the_program_runs(
+    method: str | None, named: str, plain: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing said that the adapter was another folder's, nor that its base lies around it."""
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    project = tmp_path / "project"
+    shutil.copytree(plain, project / named)
+    monkeypatch.chdir(project)
+    model = AutoModelForCausalLM.from_pretrained(named).eval()
+    trained(model if method is None else ctxext.patch(model, method, factor=4)).save_pretrained("out/adapter")
+    monkeypatch.chdir(tmp_path)
+    adapter, beside = "project/out/adapter", re.escape(str(project / "models/base"))
+    said = rf"(?s)^The adapter in {adapter} needs its base checkpoint: There is no .* One lies at {beside}\."
+    for load in (functools.partial(load_saved, plain_class=True), functools.partial(load_checkpoint, device="cpu")):
+        with pytest.raises(CheckpointError, match=said):
+            load(adapter)
+    assert load_saved(adapter, plain_class=True, base=project / "models/base") is not None
+    if method is None:
+        with pytest.raises(CheckpointError, match=rf"Where its base {named} carries one, pass the folder of that"):
+            ctxext.load(adapter)
 
 
 @pytest.mark.nightly
