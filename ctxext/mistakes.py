@@ -38,6 +38,8 @@ def refuse_mistakes(given: Mapping[str, Any]) -> None:
                 check(each)
     method, parameters = given.get("method"), parameters_said(given.get("param") or ())
     if isinstance(method, str):  # a parameter that is an option too is refused as such
+        if "param" in given:
+            refuse_parameters_inside(method, "--param {}=...")
         refuse_unknown_parameters(method, [name for name in parameters if name not in given])
         reach = [given.get(name, "elsewhere") for name in ("factor", "target_length", "param")]
         if not isinstance(given.get("length"), int):  # a list of lengths to read is a reach, a prompt's length is not
@@ -67,6 +69,22 @@ def refuse_unknown_parameters(method: str, parameters: Iterable[str]) -> None:
     """Raise ``UnknownNameError`` for the first of some parameters that a method of ctxext's own does not have."""
     if parameters and method in listed_methods():
         refuse_unknown(f"{method} parameter", parameters, listed_methods()[method]["parameters"])
+
+
+def refuse_parameters_inside(words: str, way: str) -> None:
+    """Refuse a method with its parameters in one text, where they are given apart; ``way`` says how one of them is.
+
+    Raises:
+        InvalidParameterError: with the name and the parameters.
+    """
+    if is_choice(words):
+        return
+    name, parameters = method_said(words)
+    if parameters:
+        apart = ", ".join(way.format(parameter) for parameter in parameters)
+        raise InvalidParameterError(
+            f"{words!r} is not a method here, where parameters are apart: give {name}, and {apart}."
+        )
 
 
 def _refuse_unknown_runtime(name: str) -> None:

@@ -27,7 +27,12 @@ from pydantic import (
 
 from ctxext.errors import InvalidParameterError, UnknownNameError, require_package
 from ctxext.files import JsonObject, is_choice, refuse_no_weights, refuse_read_only
-from ctxext.mistakes import refuse_no_checkpoint, refuse_unknown_method, refuse_unknown_parameters
+from ctxext.mistakes import (
+    refuse_no_checkpoint,
+    refuse_parameters_inside,
+    refuse_unknown_method,
+    refuse_unknown_parameters,
+)
 from ctxext.texts.documents import refuse_among, require_sources
 from ctxext.texts.trained import refuse_shared, refuse_trained
 
@@ -433,6 +438,7 @@ def refuse_mistakes(settings: Settings) -> None:
     for package in ("accelerate", "datasets", "matplotlib", *["peft"] * (settings.table is None)):  # some at the end
         require_package(package, "train", "A run takes")
     refuse_unknown_method(settings.extension.method)
+    refuse_parameters_inside(settings.extension.method, "extension.parameters.{}")
     refuse_unknown_parameters(settings.extension.method, settings.extension.parameters)
     if settings.checkpoint is not None:
         refuse_no_checkpoint(settings.checkpoint)

@@ -79,6 +79,7 @@ OF_THE_RECIPE = {
     "--evaluation.text ./no.txt": "Cannot read the text './no.txt'",
     "--evaluation.text ./text.txt": "text.txt is trained on: data.train names",
     "--method yran": "Did you mean 'yarn'?",
+    "--method 'yarn ramp=turns'": "where parameters are apart: give yarn, and extension.parameters.ramp.",
     "--extension.parameters.rampe turns": "Unknown yarn parameter 'rampe'. Did you mean 'ramp'?",
     "--checkpoint /no/where": "There is no checkpoint at /no/where",
     "--checkpoint bare": NO_WEIGHTS,
@@ -109,6 +110,11 @@ MISTAKES = {
     f"patch HERE out {YARN} -p beta_fast=1 -p beta_fast=2": "beta_fast is given twice, as 1 and as 2",
     "patch HERE out -m longrope -f 2 -p short_factor=@no.json": "there is no file no.json",
     f"patch HERE out {YARN} -p trained_length=4": "give it as --trained-length",
+    **{
+        f"{command} -m 'yarn ramp=turns beta_fast=4' -f 2": "is not a method here, where parameters are apart: give "
+        "yarn, and --param ramp=..., --param beta_fast=..."
+        for command in ("patch HERE out", "serve HERE", "ask HERE -t text.txt -q x", "export HERE --to vllm")
+    },
     **{
         f"{command} -m {method}": f"Method '{method}' needs to know how far to reach. Give factor (--factor), which is "
         "target_length / trained_length, or target_length (--target)"
@@ -245,7 +251,7 @@ def answers(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, 
         asked = {"_CTXEXT_COMPLETE": "complete_bash", "COMP_WORDS": words, "COMP_CWORD": str(words.count(" "))}
         lines[words] = "command", [], asked
     lines |= {words: ("command", shlex.split(words.replace("HERE", str(llama))), {}) for words in (*RIGHT, *MISTAKES)}
-    lines |= {words: ("recipe", ["--config", "run.yaml", *words.split()], {}) for words in OF_THE_RECIPE}
+    lines |= {words: ("recipe", ["--config", "run.yaml", *shlex.split(words)], {}) for words in OF_THE_RECIPE}
     programs = json.dumps([str(ROOT / "recipes/finetune.py"), HEAVY, [*lines.values()]])
     done = ran(["-c", PROGRAM], place, programs, code=0)
     assert not (place / "out").exists()
