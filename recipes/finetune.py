@@ -57,7 +57,14 @@ from ctxext.progress import saying_what_is_left_out
 from ctxext.texts.trained import RUN, record_of
 from ctxext.training import ExtensionCallback, Memory, return_freed_memory
 from ctxext.training.before_after import BeforeAndAfter, gain, summary
-from ctxext.training.checkpoint import in_fast_dtype, load_base, require_device, with_all_weights, with_found
+from ctxext.training.checkpoint import (
+    in_fast_dtype,
+    load_base,
+    require_device,
+    try_step,
+    with_all_weights,
+    with_found,
+)
 from ctxext.training.checkpoints import CompleteCheckpoints, alone_in, last_checkpoint, resume_point, saving
 from ctxext.training.curriculum import Curriculum, sequences_of, stages_of, try_stages
 from ctxext.training.documents import TokenisedDocuments
@@ -109,6 +116,9 @@ def finetune(settings: Settings, *, resume: bool = False) -> None:
     # 1. The texts and the method, which are checked before weights are read; the model, extended, and its adapter.
     data, training, extension = settings.data, settings.training, settings.extension
     outline = load_base(settings, arguments.device, weights=False)
+    chunk = {} if data.masked is None else {"loss_chunk": None}
+    memory = Memory(**settings.memory.model_dump(exclude={"return_freed"}) | chunk)
+    try_step(outline.model, settings, memory)
     tokenizer = outline.tokenizer
     documents = TokenisedDocuments.read(data.train, tokenizer, split=data.split, column=data.column, tokens=data.tokens)
     documents.require_known(outline.model)
@@ -138,8 +148,6 @@ def finetune(settings: Settings, *, resume: bool = False) -> None:
     trained = trained_weights(model) if table is None else str(table)
     if use_cache := getattr(model.config, "use_cache", False):  # encoders have no such field
         model.config.use_cache = False
-    chunk = {} if data.masked is None else {"loss_chunk": None}
-    memory = Memory(**settings.memory.model_dump(exclude={"return_freed"}) | chunk)
     held = memory.apply(model)
 
     # 2. The data, cut into as many sequences as there will be steps to read them.

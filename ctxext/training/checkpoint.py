@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import importlib.util
 import os
 from collections.abc import Iterator
@@ -23,7 +24,8 @@ from ctxext.core import patching
 from ctxext.core.saved import saved_extension, saved_method
 from ctxext.errors import BackendUnavailableError, CheckpointError, IncompatibleError, install_line
 from ctxext.measuring.checkpoint import Checkpoint, emulates_bf16, load_checkpoint
-from ctxext.training.lora import reattach_lora
+from ctxext.training.lora import attach_lora, reattach_lora
+from ctxext.training.memory import Memory
 from ctxext.training.parallel import is_sharded
 from ctxext.training.settings import Settings
 
@@ -143,6 +145,22 @@ def _require_whole(settings: Settings) -> None:
             f"the original checkpoint; or replace that extension and keep its weights: extension.trained_length "
             f"{saved['trained_length']}."
         )
+
+
+def try_step(outline: nn.Module, settings: Settings, memory: Memory) -> None:
+    """Train a copy of a model without weights as far as that goes: with an adapter, and with activations held.
+
+    Args:
+        memory: Way in which the model of the run will hold its activations.
+
+    Raises:
+        IncompatibleError: the model cannot be trained so, which is known before texts and weights are read.
+    """
+    trial = copy.deepcopy(outline)
+    with _without_deepspeed(), torch.random.fork_rng(devices=[]):  # the run's own adapter is drawn by its seed
+        if settings.table is None:
+            trial = attach_lora(trial, **settings.lora.model_dump())
+        replace(memory, offload=False).apply(trial)  # nothing is moved where there is nothing to move
 
 
 def with_found(settings: Settings, model: nn.Module) -> Settings:

@@ -13,8 +13,9 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 import ctxext
 from ctxext.errors import BackendUnavailableError, CheckpointError, IncompatibleError, install_line
-from ctxext.training.checkpoint import four_bits, in_fast_dtype, load_base, require_device
+from ctxext.training.checkpoint import four_bits, in_fast_dtype, load_base, require_device, try_step
 from ctxext.training.lora import attach_lora
+from ctxext.training.memory import Memory
 from tests.training._recipe import recipe
 
 
@@ -23,6 +24,17 @@ def test_a_run_that_one_process_reads_the_weights_of_is_refused(settings: Any, m
     monkeypatch.setattr("ctxext.training.checkpoint.is_fsdp_enabled", lambda: True)
     with pytest.raises(IncompatibleError, match=r"fsdp_cpu_ram_efficient_loading leaves .* set it to false"):
         load_base(settings(), torch.device("cpu"))
+
+
+def test_a_step_that_is_tried_draws_nothing_and_leaves_the_model_as_it_was(settings: Any) -> None:
+    """The adapter of the run begins with the numbers that the seed gives."""
+    for whole in ("true", "false"):
+        made = settings("--lora.whole", whole)
+        model = load_base(made, torch.device("cpu"), weights=False).model
+        drawn, names = torch.get_rng_state(), list(model.state_dict())
+        try_step(model, made, Memory(mlp_tile=8))
+        assert torch.equal(torch.get_rng_state(), drawn)
+        assert (list(model.state_dict()), "forward" in vars(model)) == (names, False)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")

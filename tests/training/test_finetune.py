@@ -19,7 +19,7 @@ from ctxext.errors import CheckpointError, IncompatibleError, InvalidParameterEr
 from ctxext.training.before_after import BeforeAndAfter
 from ctxext.training.checkpoints import last_checkpoint
 from ctxext.training.trainer import LongTrainer, NotANumberError
-from tests._models import logits, tokens
+from tests._models import logits, tiny, tokens
 from tests.texts._conversations import PLAIN, chat_tokenizer, write
 from tests.training._recipe import interrupted, losses, recipe
 
@@ -198,6 +198,24 @@ def test_a_token_that_the_model_lacks_is_named_before_weights_are_read(
     monkeypatch.setattr("ctxext.checkpoints.load._read_model", lambda *_, **__: pytest.fail("weights are read"))
     with pytest.raises(InvalidParameterError, match="has token 257 of its tokenizer, and this llama knows 257 tokens"):
         recipe.finetune(settings("--checkpoint", str(tmp_path / "larger"), "--data.train", str(text)))
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "said"),
+    [
+        ("lora.dropout", "0.1", r"dropout=0\.1: PEFT adapts experts that are one tensor"),
+        ("memory.mlp_tile", "8", r"has no plain MLP to tile \(found Mixtral"),
+    ],
+)
+def test_what_a_step_cannot_be_is_said_before_texts_and_weights_are_read(
+    key: str, value: str, said: str, settings: Any, tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tiny("mixtral", vocab_size=257).save_pretrained(tmp_path / "experts")
+    tokenizer.save_pretrained(tmp_path / "experts")
+    monkeypatch.setattr("ctxext.checkpoints.load._read_model", lambda *_, **__: pytest.fail("weights are read"))
+    monkeypatch.setattr(recipe.TokenisedDocuments, "read", lambda *_, **__: pytest.fail("texts are read"))
+    with pytest.raises(IncompatibleError, match=said):
+        recipe.finetune(settings("--checkpoint", str(tmp_path / "experts"), f"--{key}", value))
 
 
 @pytest.mark.nightly
