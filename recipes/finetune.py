@@ -50,7 +50,7 @@ from transformers import PrinterCallback, ProgressCallback, TrainingArguments, s
 
 import ctxext
 from ctxext.checkpoints.save import require_padding
-from ctxext.files import JsonObject, write_json
+from ctxext.files import write_json
 from ctxext.measuring.provenance import command, git_state, machine, now, versions
 from ctxext.methods import method_class
 from ctxext.progress import saying_what_is_left_out
@@ -198,12 +198,7 @@ def finetune(settings: Settings, *, resume: bool = False) -> None:
         elif trainer.is_world_process_zero():
             table.require_kept()
             ctxext.save(model, output / "model", tokenizer=tokenizer)
-    after: JsonObject = {}
-    failed: CtxextError | None = None
-    try:
-        after = measured.measure(model)
-    except CtxextError as error:  # raised once all that was trained is written
-        failed = error
+    after, failed = measured.after(model)
     if not trainer.is_world_process_zero():
         return
     report = {

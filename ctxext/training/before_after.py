@@ -8,13 +8,14 @@ from typing import Any
 
 import torch
 from accelerate import PartialState
+from accelerate.utils import gather_object
 from torch import nn
 from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 
 from ctxext.caches.digest import UNKNOWN, weights_digest
 from ctxext.checkpoints.load import reads_weights
 from ctxext.core import patching
-from ctxext.errors import CheckpointError, IncompatibleError
+from ctxext.errors import CheckpointError, CtxextError, IncompatibleError
 from ctxext.evaluation import passkey
 from ctxext.evaluation.perplexity import PerplexityPlan, inside_survey, make_plan, prepare
 from ctxext.evaluation.perplexity_result import POSITIONS, PerplexityReading, PerplexityResult
@@ -91,6 +92,22 @@ class BeforeAndAfter:
         if PartialState().is_main_process:
             write_json(path, {"evaluation": asked, "found": results})
         return results
+
+    def after(self, model: nn.Module) -> tuple[JsonObject, CtxextError | None]:
+        """Measure a trained model in all processes, and return the error of one that could not.
+
+        The error is to be raised once all that was trained is written. Raised in one process, it would end the others.
+        """
+        results: JsonObject = {}
+        failed: CtxextError | None = None
+        try:
+            results = self.measure(model)
+        except CtxextError as error:
+            failed = error
+        for number, each in enumerate(gather_object([failed])):
+            if failed is None and each is not None:
+                failed = type(each)(f"The measurement after training failed in process {number}: {each}")
+        return results, failed
 
     @torch.no_grad()
     def measure(self, model: nn.Module) -> JsonObject:

@@ -167,18 +167,24 @@ def test_a_disk_that_is_full_at_the_end_or_at_the_beginning_costs_nothing(
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("process", [0, 1])
 def test_a_measurement_that_fails_at_the_end_costs_nothing_else(
-    settings: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    process: int, settings: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = tmp_path / "run"
 
     def measure(self: Any, model: Any) -> dict[str, Any]:
-        if last_checkpoint(run) is not None:
+        if last_checkpoint(run) is not None and process == 0:
             raise IncompatibleError("The model returned NaN or infinite losses")
         return {}
 
+    def beside(mine: list[Any]) -> list[Any]:
+        return [*mine, IncompatibleError("It returned NaN")] if process else mine
+
     monkeypatch.setattr(BeforeAndAfter, "measure", measure)
-    with pytest.raises(IncompatibleError, match="returned NaN"):
+    monkeypatch.setattr("ctxext.training.before_after.gather_object", beside)
+    said = "^The measurement after training failed in process 1: It returned NaN$" if process else "^The model returned"
+    with pytest.raises(IncompatibleError, match=said):
         recipe.finetune(settings("--merge", "--training.steps", "2"))
     assert list(losses(run)) == [1, 2]
     assert json.loads((run / "run.json").read_text(encoding="utf-8"))["evaluation"] == {"before": {}, "after": {}}
