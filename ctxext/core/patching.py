@@ -245,7 +245,8 @@ def extend_positions(work: Work) -> None:
     carried, scaling = scaling_of(subject.config), given.scaling
     if not work.is_restored and (carried is not None or scaling is not None):  # else settled by an earlier file
         scaling, trained_length = checked_scaling(subject.kind, carried, scaling, trained_length)
-    known_length = trained_length or architecture.trained_length(subject)
+    stated = architecture.trained_length(subject)
+    known_length = trained_length or stated
     work.method = resolve(given.method, given.factor, given.target_length, known_length, given.parameters)
     fill_steps_of(work.method)
     run(work, Moment.METHOD, Moment.METHOD)
@@ -258,6 +259,13 @@ def extend_positions(work: Work) -> None:
         architecture.refuse_arguments(subject, work.method, request)
     run(work, Moment.WEIGHTS, Moment.WEIGHTS)
     work.extension = architecture.apply(subject, work.method, replace(request, method=work.method), edits)
+    reach = work.extension.target_length
+    if carried is None and scaling is None and stated is not None and stated > reach:
+        note = (
+            f"The config says {stated} tokens already, and this reaches {reach}, from trained_length={known_length} as "
+            f"given, or as chosen. Where the config is right, extend from {stated}."
+        )
+        work.extension = replace(work.extension, notes=(*work.extension.notes, note))
 
 
 def require_own_config(base: PreTrainedModel) -> None:

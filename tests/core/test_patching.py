@@ -260,6 +260,26 @@ def test_a_choice_extends_as_it_was_measured(tmp_path: Path) -> None:
     refused(tiny("mistral"), InvalidParameterError, "with sliding_window=lift", str(path), sliding_window="keep")
 
 
+def test_an_extension_below_the_length_that_the_config_says_is_told(tmp_path: Path) -> None:
+    """As of a choice for a model of 8K tokens, on one of 32K: it reached 16K from then on."""
+    path, quarter = tmp_path / "choice.json", TRAINED_LENGTH // 4
+    path.write_text(json.dumps({"method": YaRN(factor=2).to_dict(), "provenance": {"trained_length": quarter}}))
+    said = f"The config says {TRAINED_LENGTH} tokens already, and this reaches {2 * quarter}, from trained_length="
+    model = ctxext.patch(tiny(), str(path))
+    model.save_pretrained(tmp_path / "saved")
+    for extended in (
+        model,
+        ctxext.load(tmp_path / "saved"),
+        ctxext.patch(tiny(), "self_extend", factor=2, trained_length=quarter),
+        ctxext.patch(tiny("bloom", seq_length=TRAINED_LENGTH), "pi", factor=2, trained_length=quarter),
+    ):
+        assert any(note.startswith(said) for note in ctxext.describe(extended).notes)
+    others: list[tuple[int, int | None]] = [(2, None), (4, quarter), (8, quarter)]
+    for factor, length in others:
+        notes = ctxext.describe(ctxext.patch(tiny(), "yarn", factor=factor, trained_length=length)).notes
+        assert not any("tokens already" in note for note in notes)
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
