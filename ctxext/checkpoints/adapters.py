@@ -18,7 +18,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub import ModelCard
+from huggingface_hub import ModelCard, try_to_load_from_cache
+from huggingface_hub.errors import HFValidationError
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
@@ -116,6 +117,24 @@ def finding_base(directory: StrPath, base: str) -> Iterator[None]:
         ) from error
 
 
+def commit_in_cache(
+    name: str, file: str = "config.json", *, cache_dir: str | Path | None = None, alone: bool = False
+) -> str | None:
+    """Return the commit of a model on the hub to which the main branch in the cache leads; None for any other model.
+
+    With ``alone``, None also where the cache has other commits, which it may have been loaded from as well.
+    """
+    try:
+        cached = None if os.path.exists(name) else try_to_load_from_cache(name, file, cache_dir=cache_dir)
+    except HFValidationError:  # the name is a path, or empty
+        return None
+    above = Path(cached).parents if isinstance(cached, str) else ()
+    commit = next((folder for folder in above if folder.parent.name == "snapshots"), None)
+    if commit is None or (alone and len([*commit.parent.iterdir()]) > 1):
+        return None
+    return commit.name
+
+
 @dataclass(frozen=True)
 class SavedAdapter:
     """An adapter in a directory, with the extension and the weights that were saved with it.
@@ -180,7 +199,8 @@ class ExtendedAdapter:
             path = self.adapter.base_model_name_or_path
             self.adapter.base_model_name_or_path = path or base.name_or_path
             encoding = _encoding_beside(base, self.name)
-            revision = getattr(base.config, "_commit_hash", None)
+            # transformers does not keep the commit that a model was loaded from.
+            revision = getattr(base.config, "_commit_hash", None) or commit_in_cache(base.name_or_path, alone=True)
             _save_marked(self.adapter, Path(save_directory), extension, encoding, revision, **kwargs)
             self.adapter.base_model_name_or_path = None if _is_unreadable(base) else path
 

@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 import torch
@@ -20,7 +20,7 @@ from safetensors import SafetensorError, safe_open
 from transformers import CONFIG_MAPPING, AutoConfig, AutoTokenizer, PreTrainedConfig
 from transformers.utils import cached_file
 
-from ctxext.checkpoints.adapters import ADAPTER_FILE, is_adapter
+from ctxext.checkpoints.adapters import ADAPTER_FILE, commit_in_cache, is_adapter
 from ctxext.checkpoints.gguf_file import GGUFFile
 from ctxext.checkpoints.gguf_positions import read_positions
 from ctxext.core.old_form import OLD_GUARD
@@ -159,7 +159,9 @@ def read_any_config(
     if REMOTE_MODULE in str(getattr(config, "auto_map", "")):  # ctxext itself loads without this code
         del config.auto_map
     if getattr(config, "_commit_hash", None) is None:  # which transformers before 5.24 or so keeps itself
-        config._commit_hash = location.get("revision")
+        name = PurePosixPath(location.get("subfolder") or "", location.get("gguf_file") or "config.json").as_posix()
+        commit = commit_in_cache(os.fspath(place), name, cache_dir=location.get("cache_dir"))
+        config._commit_hash = location.get("revision") or commit
     if has_config and location.get("subfolder"):  # transformers keeps the folder above, where another config may lie
         config._name_or_path = str(path.parent)
     where = os.fspath(place)

@@ -17,6 +17,7 @@ from ctxext.errors import CheckpointError, InvalidParameterError, UnknownNameErr
 from ctxext.files import read_json
 from tests._checkpoints import contents
 from tests._models import bert, logits, tiny, tokens
+from tests._peft import lora
 from tests._tokenizer import make_tokenizer
 from tests.walk.tiny import TRAINED_LENGTH
 
@@ -103,6 +104,33 @@ def test_an_adapter_names_the_revision_of_its_base(tmp_path: Path, monkeypatch: 
     ctxext.save(model, tmp_path / "adapter")
     assert read_json(tmp_path / "adapter" / "adapter_config.json")["revision"] == "v1"
     assert torch.equal(logits(ctxext.load(tmp_path / "adapter").eval(), tokens()), logits(model.eval(), tokens()))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("by_ctxext", [True, False])
+def test_an_adapter_names_the_commit_of_its_base(
+    by_ctxext: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The main branch may lead to other weights by the time that the adapter is loaded."""
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    repository = tmp_path / "models--me--base"
+    given: dict[str, Any] = {"method": "yarn", "factor": 2}
+    (repository / "refs").mkdir(parents=True)
+
+    def adapted_base(commit: str, seed: int, ours: bool) -> Any:
+        tiny("llama", seed).save_pretrained(repository / "snapshots" / commit)
+        (repository / "refs" / "main").write_text(commit)
+        stock = ctxext.load("me/base", **given) if ours else LlamaForCausalLM.from_pretrained("me/base")
+        model = get_peft_model(stock if ours else ctxext.patch(stock, **given), lora(init_lora_weights=False)).eval()
+        ctxext.save(model, tmp_path / commit[0])
+        return model
+
+    first = adapted_base("a" * 40, 7, by_ctxext)
+    for commit, ours, kept in (("b" * 40, True, "b" * 40), ("c" * 40, False, None)):  # which of three, nothing tells
+        adapted_base(commit, 3, ours)
+        assert read_json(tmp_path / commit[0] / "adapter_config.json")["revision"] == kept
+    assert torch.equal(logits(ctxext.load(tmp_path / "a").eval(), tokens()), logits(first, tokens()))
 
 
 @pytest.mark.slow
