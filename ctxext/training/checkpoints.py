@@ -139,6 +139,26 @@ def resume_point(settings: Settings, *, resume: bool) -> Path | None:
         return None
     if checkpoint is None:
         raise CheckpointError(f"{output} holds no whole checkpoint to resume from; start a new run without --resume.")
+    _require_whole(checkpoint, stored)
+    kept = {name: value for name, value in read_json(stored).items() if name != "texts"}
+    earlier = checked_settings(kept, str(stored))
+    before, now = _flat(earlier.model_dump()), _flat(settings.model_dump())
+    changes = [f"{key}={before.get(key)!r}, now {now.get(key)!r}" for key in now if before.get(key) != now.get(key)]
+    changes = [change for change in changes if not change.startswith(FREE)]
+    if changes:
+        raise InvalidParameterError(
+            f"The run in {output} had other settings: {'; '.join(changes)}. Resume with the same settings, or start a "
+            f"new run in another --output."
+        )
+    return checkpoint
+
+
+def _require_whole(checkpoint: Path, stored: Path) -> None:
+    """Look at the files that a checkpoint was marked with, and at the settings that are stored with its run.
+
+    Raises:
+        CheckpointError: one of them is missing, or of another size.
+    """
     held = [line.partition(" ") for line in (checkpoint / COMPLETE).read_text("utf-8").splitlines()[1:]]
     sizes: dict[Path, int | None] = {stored: None}
     for size, _, name in held:  # JSON may be written anew, other processes may go on writing
@@ -151,17 +171,6 @@ def resume_point(settings: Settings, *, resume: bool) -> Path | None:
                 f"{path} is missing, or not whole any more: the run would not go on as it began. Put it back, or start "
                 f"a new run in another --output."
             )
-    kept = {name: value for name, value in read_json(stored).items() if name != "texts"}
-    earlier = checked_settings(kept, str(stored))
-    before, now = _flat(earlier.model_dump()), _flat(settings.model_dump())
-    changes = [f"{key}={before.get(key)!r}, now {now.get(key)!r}" for key in now if before.get(key) != now.get(key)]
-    changes = [change for change in changes if not change.startswith(FREE)]
-    if changes:
-        raise InvalidParameterError(
-            f"The run in {output} had other settings: {'; '.join(changes)}. Resume with the same settings, or start a "
-            f"new run in another --output."
-        )
-    return checkpoint
 
 
 @contextlib.contextmanager
