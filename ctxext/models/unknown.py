@@ -9,8 +9,10 @@ from collections.abc import Iterator
 from typing import Any
 
 from torch import nn
+from transformers import PreTrainedModel
 
 from ctxext.core.architecture import EXPLANATIONS
+from ctxext.core.subject import text_of
 from ctxext.models.sinusoid import rotates_by_table
 from ctxext.probe.code import names_of, own_bases, source_of
 
@@ -60,9 +62,17 @@ def _own_rotation(model: nn.Module) -> str | None:
     return None
 
 
-def learned_positions(model: nn.Module) -> int | None:
-    """Return the number of positions with a learned vector each; None if the model has no such table."""
-    return next((rows for path, module, rows in _tables(model) if _is_learned(path, module)), None)
+def towers_of(model: PreTrainedModel) -> set[nn.Module]:
+    """Return all modules of the parts that read pictures or sound: models inside, with configs of other classes."""
+    kinds = {type(config) for config in (model.config, text_of(model.config))}
+    inside = (part for part in model.modules() if isinstance(part, PreTrainedModel) and type(part.config) not in kinds)
+    return {module for part in inside for module in part.modules()}
+
+
+def learned_positions(model: PreTrainedModel) -> int | None:
+    """Return the number of positions of text with a learned vector each; None if the model has no such table."""
+    towers, tables = towers_of(model), _tables(model)
+    return next((rows for path, table, rows in tables if table not in towers and _is_learned(path, table)), None)
 
 
 def _tables(model: nn.Module) -> Iterator[tuple[str, nn.Embedding, int]]:

@@ -135,7 +135,7 @@ def stored_weights(model: PreTrainedModel, stored: Stored, layers: Iterable[nn.M
     """Return the quantised weights of some decoder layers, or of all: of linear layers, and experts in one tensor."""
     weights: list[Any] = []
     names = {id(module): name for name, module in model.named_modules()}
-    for layer in layers_of(model) if layers is None else layers:
+    for layer in layers_of(model, towers=True) if layers is None else layers:
         for module in layer.modules():
             if not stored.holds(names[id(module)]):
                 continue

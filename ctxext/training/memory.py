@@ -26,6 +26,7 @@ from ctxext.core.override import ForwardOverride
 from ctxext.core.subject import Subject
 from ctxext.errors import IncompatibleError, InvalidParameterError
 from ctxext.methods.parameters import checked_tokens, require
+from ctxext.models.unknown import towers_of
 from ctxext.training.loss import chunk_loss
 
 ATTENTION_KERNELS = frozenset(
@@ -177,8 +178,8 @@ def _tile_mlps(base: PreTrainedModel, tile: int) -> Edits:
     return edits
 
 
-def layers_of(model: PreTrainedModel) -> list[nn.Module]:
-    """Return the decoder layers, in order.
+def layers_of(model: PreTrainedModel, *, towers: bool = False) -> list[nn.Module]:
+    """Return the decoder layers, in order; with ``towers`` also the layers that read pictures or sound.
 
     Raises:
         IncompatibleError: the model has no layers that transformers can compute again in a backward pass.
@@ -186,7 +187,8 @@ def layers_of(model: PreTrainedModel) -> list[nn.Module]:
     layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
     if not layers:
         raise IncompatibleError(f"{type(model).__name__} has no decoder layers that transformers can checkpoint.")
-    return layers
+    apart = set[nn.Module]() if towers else towers_of(model)
+    return [layer for layer in layers if layer not in apart] or layers
 
 
 def return_freed_memory(*, above: int = 2**20) -> bool:

@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import ctxext
+from ctxext.core.subject import Subject
 from ctxext.errors import IncompatibleError, InvalidParameterError, PatchStateError
 from ctxext.methods import known_methods
 from ctxext.methods.base import BiasMethod, RopeMethod
@@ -25,6 +26,7 @@ from ctxext.methods.encoding import EncodingMethod
 from ctxext.methods.remap import RemapMethod
 from ctxext.spec import RopeSpec
 from ctxext.training import Memory, return_freed_memory
+from ctxext.training.memory import layers_of
 from tests._models import tiny, tokens
 from tests._products import crossed, some
 from tests.walk.tiny import TRAINED_LENGTH
@@ -130,6 +132,21 @@ def test_tiles_of_several_rows_pass_through_gpt2s_layers() -> None:
     with Memory(mlp_tile=20).apply(model):
         found = gradients(model)
     assert all(torch.allclose(found[name], gradient, atol=1e-5) for name, gradient in expected.items())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["qwen2_vl", "llava", "git", "phi4_multimodal"])
+def test_towers_for_pictures_and_sound_are_no_layers_of_a_text(kind: str) -> None:
+    model: Any = tiny(kind)
+    layers = layers_of(model)
+    assert len(layers) == Subject.of(model).text.num_hidden_layers < len(layers_of(model, towers=True))
+    called = Counter[Any]()
+    for layer in layers:
+        layer.register_forward_pre_hook(lambda module, _: called.update([module]))
+    model(input_ids=tokens(8))
+    assert called == Counter(layers)
+    if kind != "git":  # whose layers have no MLP in one module
+        Memory(loss_chunk=None, checkpointing=False, mlp_tile=4).apply(model).close()
 
 
 def test_refused_and_nothing_changed(monkeypatch: pytest.MonkeyPatch) -> None:
