@@ -204,9 +204,28 @@ class CachedPieces(StandIn):
 
     def forward(self, input_ids: Tensor, **kwargs: Any) -> Any:
         options = kwargs | self.length | {self.argument: self.cache, "use_cache": True, "return_dict": True}
-        output = self.real(input_ids=input_ids, **options)
+        with without_images(self.real):
+            output = self.real(input_ids=input_ids, **options)
         setattr(output, self.argument, None)
         return output
+
+
+@contextlib.contextmanager
+def without_images(model: nn.Module) -> Iterator[None]:
+    """Read texts that hold no image; a model that has read one keeps its state for the text that goes on from it.
+
+    Classes whose positions have several axes (Qwen2-VL) keep how far the images of the latest text moved the tokens
+    behind them, and move every text so that goes on from a cache.
+    """
+    told = [module for module in model.modules() if vars(module).get("rope_deltas") is not None]
+    moved: dict[Any, Any] = {module: module.rope_deltas for module in told}
+    for module in moved:
+        module.rope_deltas = None
+    try:
+        yield
+    finally:
+        for module, deltas in moved.items():
+            module.rope_deltas = deltas
 
 
 def forget_longest(subject: Subject) -> None:

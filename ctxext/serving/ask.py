@@ -32,7 +32,14 @@ from ctxext.core.patching import describe, patch
 from ctxext.core.subject import Subject
 from ctxext.errors import IncompatibleError, InvalidParameterError
 from ctxext.files import refuse_as_file
-from ctxext.measuring.forward import GREEDY, check_known, follows_unextended, forget_longest, require_evaluation
+from ctxext.measuring.forward import (
+    GREEDY,
+    check_known,
+    follows_unextended,
+    forget_longest,
+    require_evaluation,
+    without_images,
+)
 from ctxext.methods.parameters import checked_tokens
 from ctxext.mistakes import text_tokenizer
 from ctxext.recommended import RECOMMENDED
@@ -285,8 +292,9 @@ class ReadText:
         try:
             same = bool(model._supports_default_dynamic_cache())
             if same and model._is_stateful:
-                model(tokens[:, :half], use_cache=True, **{name: cache})
-                found = model(tokens[:, half:], use_cache=True, **{name: cache}).logits
+                with without_images(model):
+                    model(tokens[:, :half], use_cache=True, **{name: cache})
+                    found = model(tokens[:, half:], use_cache=True, **{name: cache}).logits
                 expected = model(tokens, use_cache=False).logits[:, half:]
                 same = bool((found - expected).abs().max() <= 0.05 * expected.abs().max())
         except (AttributeError, TypeError, ValueError):  # of a state that has no keys
@@ -343,7 +351,8 @@ class ReadText:
         given |= {"stop_strings": [LINE_END]} if self.completes else {}
         given |= as_graphs() if graphs else {"disable_compile": True}
         given |= {} if graphs or cached or self.is_whole else {"prefill_chunk_size": CHUNK}
-        written = self.model.generate(**given, **GREEDY, max_new_tokens=new)
+        with without_images(self.model):
+            written = self.model.generate(**given, **GREEDY, max_new_tokens=new)
         answer: list[int] = written[0, len(prompt) :].tolist()
         self.probability = certainty.mean(len(answer))
         if math.isnan(self.probability):  # greedy decoding takes the first token for the likeliest then

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
@@ -11,7 +13,7 @@ from ctxext.core.subject import Subject
 from ctxext.errors import InvalidParameterError
 from ctxext.measuring.forward import cached_tokens_for, check_positions, last_position, logits_in_chunks
 from ctxext.measuring.loss import loss_by_position
-from tests._models import TRAINED_LENGTH, logits, tiny, tokens
+from tests._models import TRAINED_LENGTH, logits, qwen2_vl, tiny, tokens
 from tests.walk.tiny import tiny_config, tiny_model
 
 ENDING = ("gpt2", "opt", "openai-gpt", "xlm", "ctrl", "codegen", "gptj", "mpt")
@@ -54,6 +56,20 @@ def test_pieces_come_from_the_decoder_inside_a_base_model_too(family: str, cache
     model, ids = tiny_model(tiny_config(family), loader=AutoModelForCausalLM), tokens(40)
     pieces = torch.cat([piece for _, piece in logits_in_chunks(model, ids, chunk=7, cached=cached)], dim=1)
     torch.testing.assert_close(pieces, logits(model, ids), rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("left", [[[-7]], [[0]] * 4], ids=["of an image", "of a batch"])
+def test_images_of_an_earlier_text_move_no_cached_piece(left: list[list[int]]) -> None:
+    """Qwen2-VL keeps how far they moved what follows them, a number for each row that was read."""
+    model: Any = qwen2_vl()
+
+    def losses() -> torch.Tensor:
+        return loss_by_position(model, tokens(48), cached=16)
+
+    expected = losses()
+    model.model.rope_deltas = torch.tensor(left)
+    assert torch.equal(losses(), expected)
+    assert model.model.rope_deltas.tolist() == left, "whoever goes on from that text needs it"
 
 
 @torch.no_grad()

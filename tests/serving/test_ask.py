@@ -23,7 +23,7 @@ from ctxext.serving.ask import UNSURE, ReadText, prompt_of
 from ctxext.serving.selected import LEFT_OUT, select
 from scripts.studies import lookups, unsure
 from tests._checkpoints import save_with_tokenizer
-from tests._models import bert, byte_model, tiny, trained_for
+from tests._models import bert, byte_model, qwen2_vl, tiny, trained_for
 from tests._programs import ROOT, command
 from tests._tokenizer import BYTES, make_tokenizer
 from tests.serving._asking import CHECKPOINT_SAYS, in_eager_graphs, take_a_step_more, takes_graphs
@@ -307,6 +307,17 @@ def test_a_recurrent_model_answers_as_from_the_whole_prompt_or_is_refused(
         return
     expected = [whole(recurrent, BYTES, TEXT, question) for question in QUESTIONS]
     assert ctxext.ask(recurrent, BYTES, TEXT, QUESTIONS, max_new_tokens=NEW) == expected
+
+
+@pytest.mark.parametrize("left", [[[-40]], [[0]] * 4], ids=["of an image", "of a batch"])
+def test_a_text_that_was_read_is_not_moved_by_images_of_another(left: list[list[int]]) -> None:
+    """Qwen2-VL's generate() leaves behind how far they moved what follows them, a number for each row."""
+    answering: Any = ctxext.patch(qwen2_vl(), "yarn", factor=8)
+    text = ctxext.read(answering, BYTES, TEXT, max_new_tokens=NEW)
+    expected = text.ask(QUESTIONS[0]), text.probability
+    answering.model.rope_deltas = torch.tensor(left)
+    assert (text.ask(QUESTIONS[0]), text.probability) == expected
+    assert answering.model.rope_deltas.tolist() == left, "whoever goes on from that text needs it"
 
 
 def test_a_template_that_takes_no_question_is_an_error_with_a_way_out() -> None:
