@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -45,6 +46,7 @@ from ctxext.mistakes import text_tokenizer
 from ctxext.recommended import RECOMMENDED
 from ctxext.serving.selected import select as selected
 from ctxext.serving.selected import tokens_in
+from ctxext.texts.conversations import content_for
 from ctxext.texts.documents import texts_in
 
 ANSWER, QUESTION = 256, 256  # tokens of an answer, and those kept free for a question that is not known yet
@@ -73,7 +75,8 @@ def prompt_of(tokenizer: Any, text: str, question: str, *, completes: bool = Fal
         return list(tokenizer(f"{text}\n{question}")["input_ids"])
     if tokenizer.chat_template is None:
         return list(tokenizer(f"{text}\n\nQuestion: {question}\nAnswer:")["input_ids"])
-    said = [{"role": "user", "content": f"{text}\n\nAnswer from the text above: {question}"}]
+    content = content_for(tokenizer)(f"{text}\n\nAnswer from the text above: {question}")
+    said = [{"role": "user", "content": content}]
     try:
         return list(tokenizer.apply_chat_template(said, add_generation_prompt=True, return_dict=False))
     except (TemplateError, ValueError) as error:
@@ -395,7 +398,7 @@ def ask(
         IncompatibleError: the model keeps its state otherwise than in the cache that it is given, does not go on from
             a prompt, is in training mode, or gives NaN.
     """
-    model, tokenizer, questions = _generating(model), text_tokenizer(tokenizer), texts_in("questions", questions)
+    model, tokenizer, questions = _generating(model), _words_of(tokenizer), texts_in("questions", questions)
     if select is not None:
         pairs = zip(selected(tokenizer, _joined(texts), questions, select), questions, strict=True)
         return [ReadText(model, tokenizer, part.text, [one], max_new_tokens).ask(one) for part, one in pairs]
@@ -435,7 +438,7 @@ def read(
         CheckpointError: the file ``keep`` is of another model, extension or dtype, or damaged.
     """
     place = None if keep is None else Path(keep)
-    model, tokenizer = _generating(model), text_tokenizer(tokenizer)
+    model, tokenizer = _generating(model), _words_of(tokenizer)
     text = ReadText(model, tokenizer, _joined(texts), new=max_new_tokens, keep=place, compiles=compiles)
     text.read()
     return text
@@ -454,6 +457,15 @@ def _generating(given: Any) -> Any:
             f"causal language model."
         )
     return next(part for part in subject.chain if isinstance(part, nn.Module) and hasattr(part, "generate"))
+
+
+def _words_of(given: Any) -> Any:
+    """Return a tokenizer, or the one of a processor, with the chat template that the processor alone may have."""
+    tokenizer, template = text_tokenizer(given), getattr(given, "chat_template", None)
+    if tokenizer.chat_template is None and template is not None:
+        tokenizer = copy.copy(tokenizer)
+        tokenizer.chat_template = template
+    return tokenizer
 
 
 def _joined(texts: str | Iterable[str]) -> str:

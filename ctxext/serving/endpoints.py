@@ -14,7 +14,7 @@ from functools import partial
 from typing import Any, ClassVar
 
 from fastapi.responses import JSONResponse, Response, StreamingResponse
-from jinja2 import TemplateError, meta
+from jinja2 import meta
 from openai.types.responses import ResponseCompletedEvent, ResponseIncompleteEvent
 from starlette.exceptions import HTTPException
 from transformers.cli.serving.response import ResponseHandler, _ResponseStreamBuilder, compute_usage
@@ -47,6 +47,7 @@ from ctxext.serving.requests import (
     checked,
     refusal,
 )
+from ctxext.texts.conversations import OF_TEMPLATES, content_for
 
 ANSWER = 1024  # tokens of an answer whose request does not say how many; as many as transformers' own server gives
 ANSWERS = 2048  # answers to all prompts of a request
@@ -54,8 +55,6 @@ LONG = 1 << 20  # bytes of a request that waits for others of its size, so that 
 SHORT_WORK, LONG_WORK = ThreadPoolExecutor(2, "short request"), ThreadPoolExecutor(1, "long request")
 WRITER = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":"))
 TOLD = 1024  # tokens of an echoed prompt in one event
-# What a chat template may raise, and a parser of calls, given values that it was not written for.
-OF_TEMPLATES = (TemplateError, TypeError, ValueError, LookupError, ArithmeticError, AttributeError, RuntimeError)
 
 
 async def in_thread(work: Callable[..., Any], *given: Any, long: bool = False) -> Any:
@@ -351,9 +350,11 @@ class Templates(Endpoint):
         )
         for name in variables.keys() - (read - OF_SERVER):
             raise refusal(f"{name}: this model's chat template does not read it. Leave it out.")
+        written = content_for(self.tokenizer)
         for message in messages:
             content = message.get("content") or ""
-            message["content"] = content if isinstance(content, str) else "\n".join(part["text"] for part in content)
+            text = content if isinstance(content, str) else "\n".join(part["text"] for part in content)
+            message["content"] = written(text)
         try:
             prompt: str = self.tokenizer.apply_chat_template(
                 messages, tools=tools, add_generation_prompt=True, tokenize=False, **variables

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from jinja2 import TemplateError
@@ -21,6 +21,9 @@ MARKED = re.compile(r"\{%-?\s*generation\s*-?%\}")  # by which a template says w
 LEARNED = ("weight", "train", "training", "trainable", "loss")
 OF_LOSS = re.compile(r"(^|[\W_])(loss|train|learn|weight|mask|ignor|skip|exclud|supervis|labels|grad(?![a-z]))", re.I)
 TEXTS = ("role", "content", "tool_calls", "function_call")  # fields that hold what was said, whatever it is about
+TRIED = "ctxext"  # a text that chat templates are tried with
+# What a chat template may raise, and a parser of calls, given values that it was not written for.
+OF_TEMPLATES = (TemplateError, TypeError, ValueError, LookupError, ArithmeticError, AttributeError, RuntimeError)
 
 
 def parsed(value: Any) -> Any:
@@ -114,6 +117,26 @@ def _call(call: Any, place: str) -> JsonObject:
     return {**call, "arguments": arguments}
 
 
+def content_for(tokenizer: Any) -> Callable[[str], Any]:
+    """Return a function from a text to the content of a message, in the form that the chat template writes.
+
+    Nearly always that is the text itself. Templates of processors (Llava, SmolVLM) may go over parts of a content,
+    images and texts, and write nothing of a content that is one text.
+    """
+
+    def writes(content: Any) -> bool:
+        try:
+            return TRIED in tokenizer.apply_chat_template([{"role": "user", "content": content}], tokenize=False)
+        except OF_TEMPLATES:
+            return False
+
+    return _as_part if not writes(TRIED) and writes(_as_part(TRIED)) else str
+
+
+def _as_part(text: str) -> list[JsonObject]:
+    return [{"type": "text", "text": text}]
+
+
 def chat_tokens(conversation: Any, tokenizer: Any) -> tuple[list[int], list[bool]]:
     """Return the token ids of a conversation, and for each of them whether the model is to write it.
 
@@ -134,6 +157,9 @@ def chat_tokens(conversation: Any, tokenizer: Any) -> tuple[list[int], list[bool
             f"{type(tokenizer).__name__} has no chat template, which the conversation {name!r} needs. Take a tokenizer "
             f"with one (an instruct model has it), or give texts."
         )
+
+    content = content_for(tokenizer)
+    messages = [one if one["content"] is None else one | {"content": content(one["content"])} for one in messages]
 
     def ids(messages: list[Any], **options: Any) -> Any:
         try:

@@ -40,6 +40,7 @@ from tests.serving._asking import (
     say_as_qwen,
     tiny,
 )
+from tests.texts._conversations import PARTS
 
 PROMPT = "once upon a time"
 HI: Any = [{"role": "user", "content": "hi"}]
@@ -417,6 +418,16 @@ def test_variables_of_the_template_are_set_or_refused(server: Asking) -> None:
     for wrong in ("self", "messages", "tools", "tokenize", "chat_template", "raise_exception", "nobody"):
         assert wrong in server.refused(CHAT, messages=HI, chat_template_kwargs={wrong: 1})
     assert server.raw(CHAT, {"messages": HI, "chat_template_kwargs": {"mood": {}}})[0] == 200
+
+
+def test_a_template_that_goes_over_the_parts_of_a_content_writes_what_is_said() -> None:
+    counts = []
+    for content in ("m.content", PARTS):
+        template = f"{{% for m in messages %}}{{{{ '<|user|>' + {content} }}}}{{% endfor %}}"
+        with asking(letters(template), together=False) as server:
+            _, answer = server.raw(CHAT, {"messages": HI, "max_tokens": 1})
+            counts.append(answer["usage"]["prompt_tokens"])
+    assert counts == [3, 3]
 
 
 def test_what_a_template_does_not_show_is_refused() -> None:

@@ -27,6 +27,7 @@ from tests._models import bert, byte_model, qwen2_vl, tiny, trained_for
 from tests._programs import ROOT, command
 from tests._tokenizer import BYTES, make_tokenizer
 from tests.serving._asking import CHECKPOINT_SAYS, in_eager_graphs, take_a_step_more, takes_graphs
+from tests.texts._conversations import PARTS
 
 QUESTIONS = ["Who came?", "And when, and with whom, did they go?"]
 TEXT = "The ship came in at dawn with Ada on board. " * 5
@@ -326,6 +327,21 @@ def test_a_template_that_takes_no_question_is_an_error_with_a_way_out() -> None:
         words.chat_template = template
         with pytest.raises(InvalidParameterError, match=r"does not take a question: .* complete a line"):
             ctxext.ask(model(), words, TEXT[:20], QUESTIONS, max_new_tokens=NEW)
+
+
+def test_a_chat_template_of_a_processor_writes_text_and_question() -> None:
+    """It may go over parts of a message alone, and the tokenizer of the processor may have none."""
+    words, alone = make_tokenizer(bos=False), make_tokenizer(bos=False)
+    processor = Processor(alone)
+    words.chat_template = processor.chat_template = (
+        f"{{% for m in messages %}}[{{{{ m.role }}}}]{{{{ {PARTS} }}}}{{% endfor %}}"
+    )
+    asked = BYTES.decode(prompt_of(words, "It rains.", "Where?"))
+    assert asked == "[user]It rains.\n\nAnswer from the text above: Where?"
+    for given in (words, processor):
+        read = ctxext.read(model("yarn"), given, TEXT[:88], max_new_tokens=NEW).shared
+        assert BYTES.decode(read).startswith(f"[user]{TEXT[:88]}")
+    assert alone.chat_template is None
 
 
 def test_a_tokenizer_in_python_cannot_cut(monkeypatch: pytest.MonkeyPatch) -> None:

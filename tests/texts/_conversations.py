@@ -17,6 +17,8 @@ MARKED = (
     "{% if add_generation_prompt %}[a]{% endif %}"
 )
 PLAIN = MARKED.replace("{% generation %}", "").replace("{% endgeneration %}", "")
+# The texts among the parts of a content, as templates of processors go over them: none in a content that is one text.
+PARTS = "(m.content | selectattr('type', 'equalto', 'text') | map(attribute='text') | join)"
 
 
 def chat_tokenizer(template: str | None) -> PreTrainedTokenizerFast:

@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 
 from ctxext.errors import InvalidParameterError
+from ctxext.texts.conversations import chat_tokens
 from ctxext.texts.corpus import corpus_of, tokenise
 from ctxext.texts.documents import Document, read_documents
-from tests.texts._conversations import MARKED, PLAIN, chat_tokenizer, write
+from tests.texts._conversations import MARKED, PARTS, PLAIN, chat_tokenizer, write
 
 # Writes what an assistant thought only while its message is the last, as templates of reasoning models do.
 FORGETTING = PLAIN.replace("[a]{{", "[a]{% if loop.last %}hm, {% endif %}{{")
@@ -292,3 +293,11 @@ def test_a_null_that_a_file_states_stays_and_an_empty_list_of_calls_is_none(tmp_
 def test_messages_in_a_column_of_json_texts(tmp_path: Path) -> None:
     (found,) = read_documents([write(tmp_path / "chats.jsonl", {"messages": json.dumps(chat())})])
     assert found.messages == tuple(chat())
+
+
+@pytest.mark.parametrize("template", [PLAIN, MARKED], ids=["plain", "marked"])
+def test_a_template_that_goes_over_the_parts_of_a_content_is_given_parts(template: str) -> None:
+    conversation = Document("one", "", tuple(chat()))
+    expected = chat_tokens(conversation, chat_tokenizer(template))
+    assert any(expected[1])
+    assert chat_tokens(conversation, chat_tokenizer(template.replace("m.content", PARTS))) == expected

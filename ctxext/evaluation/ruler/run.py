@@ -23,6 +23,7 @@ from ctxext.files import digest
 from ctxext.measuring.forward import GREEDY, SMALL_MODEL, Progress, check_known, ticking
 from ctxext.measuring.statistics import check_finite
 from ctxext.measuring.survey import Trial
+from ctxext.texts.conversations import content_for
 from ctxext.texts.corpus import special_prefix, tokenizer_digest
 from ctxext.texts.documents import Document
 
@@ -131,8 +132,10 @@ def _setting(tokenizer: Any, length: int, essay: Document | None, chat: bool) ->
             f"{type(tokenizer).__name__} has no chat template; measure without one (chat=False)."
         )
 
+    content = content_for(tokenizer)
+
     def dress(text: str) -> str:
-        message = [{"role": "user", "content": text}]
+        message = [{"role": "user", "content": content(text)}]
         dressed: str = tokenizer.apply_chat_template(message, tokenize=False, add_generation_prompt=True)
         return dressed
 
