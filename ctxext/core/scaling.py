@@ -102,7 +102,8 @@ def declared_fields(config: Any) -> set[str]:
 def of_layers(text: Any, name: str) -> list[Any]:
     """Return the values that a field has in the layers of a config: one, unless they differ by layer."""
     if name not in (getattr(text, "per_layer_attributes", None) or ()):
-        return [getattr(text, name, None)]
+        value = getattr(text, name, None)
+        return list(dict.fromkeys(value)) if isinstance(value, list | tuple) else [value]
     return list(dict.fromkeys(getattr(layer, name, None) for layer in text.per_layer_config))
 
 

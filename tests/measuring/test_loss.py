@@ -20,7 +20,7 @@ from ctxext.measuring.loss import Window, loss_by_position, truncation_windows
 from ctxext.quantities import parse_bytes
 from scripts.studies import published_perplexity
 from scripts.studies.published_perplexity import longlora_starts, mean_of_windows, yarn_windows
-from tests._models import trained_for
+from tests._models import tiny, trained_for
 from tests._programs import script
 
 CLOSE: dict[str, Any] = {"rel": 1e-5}
@@ -228,3 +228,16 @@ def test_memory_budget(model: LlamaForCausalLM) -> None:
     assert cached_tokens_for(subject, 4096, pieces + head) == 256
     with pytest.raises(InvalidParameterError, match=r"in one pass and .* in cached pieces of 256"):
         cached_tokens_for(subject, 4096, pieces + head - 1)
+
+
+@pytest.mark.parametrize(
+    ("kind", "field", "most"),
+    [("gemma3n_text", "intermediate_size", 192), ("hunyuan_v1_moe", "num_experts_per_tok", 2)],
+)
+def test_a_pass_is_estimated_by_the_widest_of_the_layers_that_a_config_lists(kind: str, field: str, most: int) -> None:
+    subject = Subject.of(tiny(kind))
+    setattr(subject.config, field, most)
+    expected = pass_bytes(subject, 4096)
+    setattr(subject.config, field, [most // 2, *[most] * (subject.config.num_hidden_layers - 1)])
+    assert pass_bytes(subject, 4096) == expected
+    assert cached_tokens_for(subject, 4096, expected + 2**28) is None
