@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
-from transformers import DynamicCache, GenerationConfig, PreTrainedModel
+from transformers import DynamicCache, GenerationConfig, GenerationMixin, PreTrainedModel
 
 from ctxext.caches.prefix import virtual_tokens
 from ctxext.caches.records import cache_argument
@@ -180,7 +180,7 @@ class CachedPieces(StandIn):
 
     Raises:
         IncompatibleError: the positions follow the length of a call's input in a way that cannot be told otherwise,
-            or the model takes no cache.
+            or the model takes no cache, or does not go on from it.
     """
 
     def __init__(self, subject: Subject, base: nn.Module, *, positions: int) -> None:
@@ -191,6 +191,11 @@ class CachedPieces(StandIn):
             raise IncompatibleError(
                 f"{type(base).__name__} takes no cache, so a text cannot be read in cached pieces. Where --memory "
                 f"asked for these, allow more."
+            )
+        if not goes_on(subject):
+            raise IncompatibleError(
+                f"{type(base).__name__} does not go on from the state of what it has read, so a text cannot be read in "
+                f"cached pieces. Where --memory asked for these, allow more."
             )
         self.argument = argument
         # Positions of a dynamic method follow the length of the whole text, which a piece does not show.
@@ -208,6 +213,30 @@ class CachedPieces(StandIn):
             output = self.real(input_ids=input_ids, **options)
         setattr(output, self.argument, None)
         return output
+
+
+@torch.no_grad()
+def goes_on(subject: Subject) -> bool:
+    """Return whether a model goes on from a cache as from the tokens in it.
+
+    Recurrent models may not: Mamba's first form (Jamba, Zamba) scans several tokens without the state before them, and
+    RecurrentGemma keeps its state outside of the cache.
+    """
+    model: Any = subject.model
+    try:
+        takes_it = not isinstance(model, GenerationMixin) or bool(model._supports_default_dynamic_cache())
+        if not (takes_it and model._is_stateful):
+            return takes_it
+        known = subject.ordinary_tokens
+        tokens = known[torch.arange(TRIED) % len(known)][None].to(next(model.parameters()).device)
+        name, cache, half = cache_argument(model) or "past_key_values", DynamicCache(config=model.config), TRIED // 2
+        with without_images(model):
+            model(tokens[:, :half], use_cache=True, **{name: cache})
+            found = model(tokens[:, half:], use_cache=True, **{name: cache}).logits
+        expected = model(tokens, use_cache=False).logits[:, half:]
+        return bool((found - expected).abs().max() <= 0.05 * expected.abs().max())
+    except (AttributeError, TypeError, ValueError):  # of a state that has no keys
+        return False
 
 
 @contextlib.contextmanager
@@ -281,6 +310,7 @@ def fitted_length_of(subject: Subject, trained_length: int = 0) -> Callable[[int
 
 
 LEAST = 256
+TRIED = 24  # tokens that show whether a model goes on from a cache
 # Bytes that the logits of one piece and their softmax may take, and the fewest positions that a piece is worth.
 HEAD_BYTES, HEAD_LEAST = 128 * 2**20, 128
 

@@ -38,6 +38,7 @@ from ctxext.measuring.forward import (
     check_known,
     follows_unextended,
     forget_longest,
+    goes_on,
     require_evaluation,
     without_images,
 )
@@ -286,26 +287,12 @@ class ReadText:
             yield from filter(None, pieces)
             answer.result()
 
-    @torch.no_grad()
     def _require_cache(self) -> None:
         """Refuse a model that does not go on from a cache as from the tokens in it: recurrent ones may not."""
-        model: Any = self.model
-        tokens = torch.tensor([self._prompt("a")[:24]], device=model.device)
-        name, cache, half = cache_argument(model) or "past_key_values", self._empty(), tokens.shape[1] // 2
-        try:
-            same = bool(model._supports_default_dynamic_cache())
-            if same and model._is_stateful:
-                with without_images(model):
-                    model(tokens[:, :half], use_cache=True, **{name: cache})
-                    found = model(tokens[:, half:], use_cache=True, **{name: cache}).logits
-                expected = model(tokens, use_cache=False).logits[:, half:]
-                same = bool((found - expected).abs().max() <= 0.05 * expected.abs().max())
-        except (AttributeError, TypeError, ValueError):  # of a state that has no keys
-            same = False
-        if not same:
+        if not goes_on(self.subject):
             raise IncompatibleError(
-                f"{type(model).__name__} keeps what it has read in a form of its own, so that its text cannot be read "
-                f"once for all questions. Ask with model.generate on text and question together."
+                f"{type(self.model).__name__} keeps what it has read in a form of its own, so that its text cannot be "
+                f"read once for all questions. Ask with model.generate on text and question together."
             )
 
     def _require_file(self, path: Path) -> None:

@@ -10,8 +10,14 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from ctxext.core.subject import Subject
-from ctxext.errors import InvalidParameterError
-from ctxext.measuring.forward import cached_tokens_for, check_positions, last_position, logits_in_chunks
+from ctxext.errors import IncompatibleError, InvalidParameterError
+from ctxext.measuring.forward import (
+    cached_tokens_for,
+    check_positions,
+    last_position,
+    logits_in_chunks,
+    logits_of_answers,
+)
 from ctxext.measuring.loss import loss_by_position
 from tests._models import TRAINED_LENGTH, logits, qwen2_vl, tiny, tokens
 from tests.walk.tiny import tiny_config, tiny_model
@@ -70,6 +76,28 @@ def test_images_of_an_earlier_text_move_no_cached_piece(left: list[list[int]]) -
     model.model.rope_deltas = torch.tensor(left)
     assert torch.equal(losses(), expected)
     assert model.model.rope_deltas.tolist() == left, "whoever goes on from that text needs it"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("family", "goes_on"),
+    [
+        *((family, False) for family in ("jamba", "mamba", "zamba", "recurrent_gemma", "minimax")),
+        *((family, True) for family in ("granitemoehybrid", "falcon_h1", "qwen3_next", "lfm2")),
+    ],
+)
+def test_pieces_of_a_recurrent_model_go_on_from_its_state_or_are_refused(family: str, goes_on: bool) -> None:
+    """Mamba's first form scans several tokens from an empty state, whatever was read before them."""
+    model, ids = tiny(family), tokens(40)
+    whole = loss_by_position(model, ids)
+    if goes_on:
+        torch.testing.assert_close(loss_by_position(model, ids, cached=16), whole, rtol=0, atol=1e-3)
+        return
+    with pytest.raises(IncompatibleError, match=r"does not go on from .* so a text cannot be read in cached pieces\."):
+        loss_by_position(model, ids, cached=16)
+    with pytest.raises(IncompatibleError, match="does not go on from the state of what it has read"):
+        logits_of_answers(model, ids[0], [ids[0, :4]], [ids[0, 4:6]])
+    assert torch.equal(loss_by_position(model, ids), whole)
 
 
 @torch.no_grad()
