@@ -72,6 +72,8 @@ def _layout_mask(
     elif not allow_is_causal_skip and not sees_both_ways and _sees_ahead(mask_function, slots, local_size):
         refusal = SEES_AHEAD  # transformers does not guarantee a plain causal mask here
     call = current.call
+    if call is None and refusal == OWN_MASK and _is_window(mask_function, slots, options.get("config")):
+        refusal = None
     if call is None and refusal and local_size is None:  # the decoder would make a causal mask itself
         raise IncompatibleError(f"{refusal} {UNPATCH}")
     if call is None:  # generate() prepares masks before the decoder runs: keep the padding mask until then
@@ -179,6 +181,25 @@ def _sees_ahead(mask_function: Callable[..., Any], slots: _Slots, window: int | 
         torch._assert_async(~ahead, f"{SEES_AHEAD} {UNPATCH}")
         return False
     return bool(ahead)
+
+
+def _is_window(mask_function: Callable[..., Any], slots: _Slots, config: Any) -> bool:
+    """Return whether a mask is the causal one inside a config's window, which the decoder makes itself.
+
+    Gemma 3 puts such a mask together of functions where its processor says of each token that it is of no image.
+    """
+    window = getattr(config, "sliding_window", None)
+    if not window or torch.compiler.is_compiling() or _sees_ahead(mask_function, slots, None):
+        return False
+    device = "cpu" if slots.device is None or torch.device(slots.device).type == "meta" else slots.device
+    tokens = torch.arange(slots.query, device=device)[None] + int(slots.q_offset)
+    rows = torch.arange(slots.batch, device=device)[:, None]
+    for back in {0, window - 1, window, *(2**power for power in range(slots.key.bit_length()))}:
+        keys = tokens - back
+        shown = mask_function(rows, torch.zeros_like(rows), tokens, keys.clamp(min=slots.kv_offset))
+        if bool(((shown != (back < window)) & (keys >= slots.kv_offset)).any()):
+            return False
+    return True
 
 
 def _layout(slots: _Slots, attention_mask: Tensor | None, position_ids: Tensor | None) -> Layout:

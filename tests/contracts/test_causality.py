@@ -15,7 +15,7 @@ from ctxext.core.subject import Subject
 from ctxext.errors import IncompatibleError
 from ctxext.methods import known_methods
 from ctxext.rotary.sites import find_sites
-from tests._models import FOR_LLAMA, tokens
+from tests._models import FOR_LLAMA, logits, tiny, tokens
 from tests.walk.tiny import TRAINED_LENGTH, tiny_config, tiny_model
 
 
@@ -65,3 +65,18 @@ def test_a_prefix_that_sees_itself_is_refused_when_it_comes() -> None:
         with pytest.raises(IncompatibleError, match="neither causal nor full here"):
             past_sees_future(model, **kinds)
         ctxext.unpatch(model)
+
+
+@pytest.mark.slow
+def test_a_text_of_which_a_processor_says_that_it_holds_no_image_is_read() -> None:
+    """Gemma 3's processor says so of each token of any text, by zeros; the tokens of an image see one another."""
+    model: Any = ctxext.patch(tiny("gemma3"), "self_extend", factor=4.0)
+    ids = tokens(90, rows=2)
+    keep = (torch.arange(90) >= torch.tensor([[20], [0]])).long()
+    given, none = {"attention_mask": keep}, {"token_type_ids": torch.zeros_like(ids)}
+    assert torch.equal(logits(model, ids, **given, **none), logits(model, ids, **given))
+    written = [model.generate(ids, **given, **more, max_new_tokens=4, do_sample=False) for more in ({}, none)]
+    assert torch.equal(*written)
+    image = {"token_type_ids": (torch.arange(90) // 4 == 10).long().expand(2, -1)}
+    with pytest.raises(IncompatibleError, match="neither causal nor full here"):
+        logits(model, ids, **given, **image)
