@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import GenerationMixin
 
 from ctxext.caches.call import Declared, PositionedForward
 from ctxext.caches.records import (
@@ -32,6 +33,7 @@ from ctxext.caches.records import (
     cache_in,
     cached_tokens,
     current_pass,
+    drops_cache,
     empty,
     filled,
     guards_of,
@@ -211,7 +213,8 @@ class RecomputeStaleCache:
             self._warn()
         if cache is not None:
             remember(cache, expected=whole)
-        inputs = type(model).prepare_inputs_for_generation(
+        stock = GenerationMixin if drops_cache(model) else type(model)
+        inputs = stock.prepare_inputs_for_generation(
             model,
             input_ids,
             next_sequence_length=next_sequence_length,

@@ -18,7 +18,7 @@ from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import GenerationMixin, PreTrainedModel
 from transformers.cache_utils import CacheLayerMixin, DynamicCache, DynamicLayer
 from transformers.generation.continuous_batching import PagedAttentionCache
 from transformers.masking_utils import create_causal_mask
@@ -533,6 +533,27 @@ def _guard_caches(work: Work) -> None:
         guard = kind(under, arguments[module], growing=growing, lifted=work.extension.sliding_window == "lift")
         work.edits.hook(module, guard.before, guard.after)
         guards.append(guard)
+
+
+def drops_cache(model: Any) -> bool:
+    """Return whether a model's ``generate`` drops the cache at the original length, as Phi-3's and its kin's do.
+
+    Positions of stock longrope change there. Of what was dropped, some versions of transformers compute nothing again:
+    the model goes on from the newest token alone. All else that these classes prepare is what every class does.
+    """
+    own = getattr(type(model), "prepare_inputs_for_generation", None)
+    return own is not None and "original_max_position_embeddings" in inspect.unwrap(own).__code__.co_names
+
+
+def _keep_cache(work: Work) -> None:
+    """Let ``generate`` go on from its cache at every length, where no position changes with the length."""
+    model: Any = work.subject.model
+    if drops_cache(model) and not work.method.dynamic:
+        prepare = functools.partial(GenerationMixin.prepare_inputs_for_generation, model)
+        work.edits.set(model, "prepare_inputs_for_generation", prepare)
+
+
+register(Step(Moment.MODULES, _keep_cache))
 
 
 def guards_of(model: nn.Module) -> list[CacheGuard]:

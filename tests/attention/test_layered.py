@@ -11,7 +11,7 @@ import ctxext
 from ctxext.core.subject import Subject
 from ctxext.kernels.pieces import RotationForm
 from ctxext.methods.self_extend import SelfExtend
-from tests._models import RECENT, logits, tiny, tokens
+from tests._models import logits, tiny, tokens
 from tests._remap import dense
 from tests.walk.check import State
 
@@ -81,15 +81,3 @@ def test_proportional_frequencies_keep_their_still_pairs() -> None:
     torch.testing.assert_close(rotary.full_attention_inv_freq, old / 4)
     assert model.config.rope_parameters["full_attention"]["rope_type"] == "proportional"
     assert model.config.rope_parameters["full_attention"]["factor"] == 4.0
-
-
-@pytest.mark.skipif(not RECENT, reason="Phi-3 of transformers 5.17 loses its prompt where it drops its cache")
-def test_phi3_generates_across_the_length_at_which_stock_code_drops_its_cache() -> None:
-    model = ctxext.patch(tiny("phi3", sliding_window=None), "yarn", factor=4.0)
-    prompt = tokens(56)
-    options = {"attention_mask": torch.ones_like(prompt), "max_new_tokens": 24, "do_sample": False}
-    found = model.generate(prompt, eos_token_id=None, **options)
-    expected = prompt
-    for _ in range(24):
-        expected = torch.cat([expected, logits(model, expected)[:, -1:].argmax(-1)], dim=1)
-    assert torch.equal(found, expected)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from transformers import DynamicCache, StaticCache, cache_utils
@@ -11,6 +13,7 @@ import ctxext
 from ctxext.caches.records import owned, plain_class
 from ctxext.errors import PatchStateError
 from tests._models import logits, tiny, tokens
+from tests.caches._requests import LONGROPE
 
 MAPPINGS = ("DYNAMIC_LAYER_TYPE_MAPPING", "STATIC_LAYER_TYPE_MAPPING")
 
@@ -75,3 +78,27 @@ def test_rows_keep_their_length_where_the_first_layer_holds_a_state() -> None:
         found = model(ids.flip(0)[:, 90:], past_key_values=cache, **more).logits
     for row, alone in enumerate((ids[1:], ids[:1, 40:])):
         torch.testing.assert_close(found[row], logits(model, alone)[0, -1:], atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "method"),
+    [
+        ("phi3", {"method": "yarn", "factor": 4.0}),
+        pytest.param("phi3", {"method": "self_extend", "factor": 4.0}, marks=pytest.mark.slow),
+        pytest.param("phi3", {"method": LONGROPE}, marks=pytest.mark.slow),
+        pytest.param("phimoe", {"method": "self_extend", "factor": 4.0}, marks=pytest.mark.slow),
+        pytest.param("phi4_multimodal", {"method": "pi", "factor": 4.0}, marks=pytest.mark.slow),
+    ],
+)
+def test_generate_keeps_its_cache_where_stock_longrope_would_change(model_type: str, method: dict[str, Any]) -> None:
+    """Phi-3 and its kin drop it at the original length, and may go on from the newest token alone."""
+    model = ctxext.patch(tiny(model_type, sliding_window=None, original_max_position_embeddings=64), **method)
+    prompt, cache = tokens(56), DynamicCache(config=model.config)
+    options = {"eos_token_id": None, "pad_token_id": 0, "do_sample": False}
+    found = model.generate(prompt, max_new_tokens=24, past_key_values=cache, **options)
+    declared = {"ctxext_length": 80} if method["method"] is LONGROPE else {}
+    expected = prompt
+    for _ in range(24):
+        expected = torch.cat([expected, logits(model, expected, **declared)[:, -1:].argmax(-1)], dim=1)
+    assert torch.equal(found, expected)
+    assert cache.get_seq_length() == 79
