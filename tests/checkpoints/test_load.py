@@ -18,15 +18,18 @@ from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, LlamaForCausalLM, PreTrainedModel
 
 import ctxext
-from ctxext.checkpoints.export import export_config
+from ctxext.checkpoints.export import export_config, require_consistent
 from ctxext.checkpoints.source import read_any_config
 from ctxext.checkpoints.write import patch_checkpoint
+from ctxext.rotary import stored_form
 from ctxext.core.subject import Subject
 from ctxext.errors import BackendUnavailableError, CheckpointError, CtxextError, InvalidParameterError, PatchStateError
 from ctxext.methods import METHODS, Method, RopeMethod
 from ctxext.methods.retrieval_heads import RetrievalHeads
 from ctxext.methods.yarn import YaRN
+from ctxext.rope_types import ROPE_TYPE
 from ctxext.rotary.sites import find_sites
+from ctxext.rotary.stored_form import StoredForm
 from tests._models import FOR_LLAMA, logits, tiny, tokens
 from tests.walk.check import State
 from tests.walk.tiny import TRAINED_LENGTH
@@ -262,6 +265,32 @@ def test_an_adapter_that_stock_code_trained_finds_its_base_where_it_lies_now(tmp
     (tmp_path / "base").rename(tmp_path / "moved")
     for base in (tmp_path / "moved", ctxext.load(tmp_path / "moved")):
         assert ctxext.describe(ctxext.load(tmp_path / "adapter", base=base)).target_length == 2 * TRAINED_LENGTH
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("older", ["saves", "loads"])
+def test_a_form_that_one_version_of_transformers_rebuilds_is_loaded_by_another(
+    older: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As the stock form of ``dynamic_ntk`` in Qwen2-VL, which transformers 5.16 does not rebuild."""
+    rebuilt_wrong = stored_form._rebuilt_wrong
+
+    def refuses_dynamic(form: StoredForm) -> str | None:
+        is_stock = any(form.rope_type(site) == "dynamic" for site in form.sites)
+        return "its length is not followed" if is_stock else rebuilt_wrong(form)
+
+    def of_version(name: str) -> None:
+        monkeypatch.setattr(stored_form, "_rebuilt_wrong", refuses_dynamic if older == name else rebuilt_wrong)
+
+    of_version("saves")
+    model = ctxext.patch(tiny(), "dynamic_ntk", factor=4)
+    ctxext.save(model, tmp_path)
+    of_version("loads")
+    loaded = ctxext.load(tmp_path)
+    types = [each.config.rope_parameters["rope_type"] for each in (model, loaded)]
+    assert sorted(types) == [ROPE_TYPE, "dynamic"]
+    torch.testing.assert_close(logits(loaded, tokens(91)), logits(model, tokens(91)), atol=1e-4, rtol=0)
+    require_consistent(read_any_config(tmp_path))
 
 
 @pytest.mark.slow
