@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +13,14 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import get_total_norm
-from transformers import Trainer, TrainerState, default_data_collator
+from transformers import PreTrainedModel, Trainer, TrainerState, default_data_collator
 from transformers.trainer import TRAINER_STATE_NAME
 
 from ctxext.caches.records import ATTENTION, Given
 from ctxext.core.subject import Subject
 from ctxext.errors import CtxextError
 from ctxext.measuring.survey import explain_out_of_memory
+from ctxext.probe.code import source_of
 from ctxext.training.parallel import attention_of, release_attention, require_carried, whole_sequence
 from ctxext.training.sequences import DerivedSequences, PackedSequences, Sequences
 
@@ -26,6 +28,9 @@ SMALLER = (
     "Begin a new run with a lower data.length or training.batch, or with more of memory.checkpointing, offload and "
     "mlp_tile. `ctxext plan` tells what a step takes."
 )
+
+LOSS = re.compile(r"\.loss_function\((?:[^()]|\((?:[^()]|\([^()]*\))*\))*\)")
+"""A call of a model's loss with its arguments, in the source of a class."""
 
 
 class NotANumberError(CtxextError, ArithmeticError):
@@ -60,7 +65,7 @@ class LongTrainer(Trainer):  # type: ignore[misc]
         super().__init__(*args, **{"data_collator": collate, **kwargs})
         self.embedding_learning_rate = embedding_learning_rate
         self.subject = Subject.of(self.model)
-        if "loss_function" not in inspect.unwrap(type(self.subject.model).forward).__code__.co_names:
+        if not _counts_tokens(type(self.subject.model)):
             # BERT's class takes the number of tokens in a step among its keywords, and no notice of it: its loss is the
             # mean of one pass, which the Trainer would add up over all that a step accumulates.
             self.model_accepts_loss_kwargs = False
@@ -159,6 +164,14 @@ def collate(rows: list[Given]) -> Given:
     indices = [int(row["index"]) for row in rows]
     tensors = default_data_collator([{key: row[key] for key in row if key != "index"} for row in rows])
     return {**tensors, "index": indices}
+
+
+def _counts_tokens(kind: type[PreTrainedModel]) -> bool:
+    """Return whether a class hands the number of tokens in a step on to its loss."""
+    forward = inspect.unwrap(kind.forward)
+    calls = LOSS.findall(source_of(forward))
+    told = not calls or any("**" in call or "num_items_in_batch" in call for call in calls)
+    return told and "loss_function" in forward.__code__.co_names
 
 
 def _packed(data: Any) -> bool:

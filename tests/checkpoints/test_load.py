@@ -21,13 +21,13 @@ import ctxext
 from ctxext.checkpoints.export import export_config, require_consistent
 from ctxext.checkpoints.source import read_any_config
 from ctxext.checkpoints.write import patch_checkpoint
-from ctxext.rotary import stored_form
 from ctxext.core.subject import Subject
 from ctxext.errors import BackendUnavailableError, CheckpointError, CtxextError, InvalidParameterError, PatchStateError
 from ctxext.methods import METHODS, Method, RopeMethod
 from ctxext.methods.retrieval_heads import RetrievalHeads
 from ctxext.methods.yarn import YaRN
 from ctxext.rope_types import ROPE_TYPE
+from ctxext.rotary import stored_form
 from ctxext.rotary.sites import find_sites
 from ctxext.rotary.stored_form import StoredForm
 from tests._models import FOR_LLAMA, logits, tiny, tokens

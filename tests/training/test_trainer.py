@@ -8,10 +8,14 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
+from transformers import LlamaForCausalLM, TrainingArguments
 
 from ctxext.errors import InvalidParameterError
 from ctxext.training.trainer import LongTrainer, NotANumberError
 from tests._host_reads import Counting
+from tests._models import tiny, tokens
+from tests.training._recipe import QUIET
 from tests.training._trainer import trainer_of
 
 
@@ -83,6 +87,43 @@ def test_an_evaluation_reads_what_training_does_and_takes_any_loss(loss: str, tm
     if loss == "NaN":
         with pytest.raises(NotANumberError, match=r"The loss is nan in step 1"):
             trainer.train()
+
+
+class Untold(LlamaForCausalLM):
+    """A class that takes the number of tokens in a step, and does not tell its loss: XGLM of transformers 5.16."""
+
+    def forward(self, input_ids: Tensor, labels: Any = None, **kwargs: Any) -> Any:
+        kwargs.pop("num_items_in_batch", None)
+        output = super().forward(input_ids, **kwargs)
+        output.loss = self.loss_function(output.logits, labels, vocab_size=(self.config.vocab_size))
+        return output
+
+
+class Told(LlamaForCausalLM):
+    """A class that picks the number, as BLOOM of transformers 5.16 does."""
+
+    def forward(self, input_ids: Tensor, labels: Any = None, **kwargs: Any) -> Any:
+        count = kwargs.pop("num_items_in_batch", None)
+        output = super().forward(input_ids, **kwargs)
+        width = self.config.vocab_size
+        output.loss = self.loss_function(output.logits, labels, vocab_size=width, num_items_in_batch=count)
+        return output
+
+
+@pytest.mark.slow
+def test_a_loss_that_is_not_told_of_a_step_is_not_added_up_over_it(tmp_path: Path) -> None:
+    steps = []
+    for kind in (LlamaForCausalLM, Told, Untold):
+        model = kind(tiny().config)
+        model.load_state_dict(tiny().state_dict())
+        rows = [{"input_ids": row, "labels": row, "index": torch.tensor(0)} for row in tokens(rows=4)]
+        shape = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 4, "max_steps": 1}
+        arguments = TrainingArguments(str(tmp_path), remove_unused_columns=False, **shape, **QUIET)
+        trainer = LongTrainer(model, arguments, train_dataset=rows)
+        trainer.train()
+        steps.append([trainer.state.log_history[0][name] for name in ("loss", "grad_norm")])
+    for step in steps[1:]:
+        assert step == pytest.approx(steps[0], rel=0.05)
 
 
 def test_a_step_that_does_not_fit_into_memory_is_explained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
