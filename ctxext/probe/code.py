@@ -115,7 +115,8 @@ def _words(code: CodeType) -> Iterator[str]:
             yield from _words(inner)
 
 
-MASKS = re.compile(r"(?:mask_kwargs = \{|create_\w*causal_mask\((?!\*))([^})]*)")
+# Some classes choose one of transformers' functions first: ``mask_function = create_causal_mask if ... else ...``.
+MASKS = re.compile(r"(?:mask_kwargs = \{|(?:create_\w*(?:causal|bidirectional)_mask|\bmask_function)\((?!\*))([^})]*)")
 
 
 def masks_follow_positions(kind: type) -> bool:

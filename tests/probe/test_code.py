@@ -8,10 +8,20 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import (
+    BertModel,
+    BigBirdModel,
+    Gemma3TextModel,
+    LlamaModel,
+    MegatronBertModel,
+    MistralModel,
+    Phi3Model,
+    RemBertModel,
+)
 
 import ctxext
 from ctxext.errors import IncompatibleError
-from ctxext.probe.code import names_of, source_of
+from ctxext.probe.code import masks_follow_positions, names_of, source_of
 from ctxext.training.lora import attach_lora
 from tests._models import logits, tiny, tokens
 from tests.walk.tiny import TRAINED_LENGTH
@@ -117,3 +127,20 @@ def test_names_of_a_class_are_those_of_the_moment(typed: Any, monkeypatch: pytes
     monkeypatch.setitem(vars(typed), "put_later", 1)
     assert names["put_later"] == 1
     assert {"LlamaAttention", "apply_rotary_pos_emb"} <= set(names)
+
+
+@pytest.mark.parametrize("kind", [BertModel, BigBirdModel, MegatronBertModel, RemBertModel])
+def test_a_class_that_makes_masks_without_positions_keeps_no_documents_apart(kind: type) -> None:
+    """Under the name of a function of transformers, or under one that was chosen before."""
+    assert not masks_follow_positions(kind)
+
+
+@pytest.mark.parametrize("kind", [LlamaModel, MistralModel, Phi3Model, Gemma3TextModel])
+def test_a_class_that_makes_masks_with_positions_keeps_documents_apart(kind: type) -> None:
+    assert masks_follow_positions(kind)
+
+
+def test_two_documents_in_a_row_are_refused_where_they_would_see_each_other() -> None:
+    model = ctxext.patch(tiny("megatron-bert"), "tile", factor=2)
+    with pytest.raises(IncompatibleError, match="makes its attention masks without positions"):
+        model(tokens(40), position_ids=torch.arange(20).repeat(2)[None])
