@@ -38,7 +38,10 @@ def is_hooked(model: nn.Module) -> bool:
 
 def shares_heads(model: nn.Module) -> bool:
     """Tell whether tensor parallelism gives a process a part of the heads, which a plan of experts alone does not."""
-    return int(getattr(model, "_tp_size", None) or 1) > 1 and bool(getattr(model, "_tp_plan", None))
+    # Transformers 5.16 tells the number of processes in the config alone. Its plan may be that of the experts.
+    spread = getattr(getattr(model, "config", None), "distributed_config", None)
+    size = getattr(model, "_tp_size", None) or getattr(spread, "tp_size", None) or 1
+    return int(size) > 1 and any("att" in place.lower() for place in getattr(model, "tp_plan", None) or ())
 
 
 # Values taken from each tensor for a digest: training moves nearly all of them, so a few are enough.

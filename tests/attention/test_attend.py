@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import create_block_mask
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, StaticCache
+from transformers.distributed import DistributedConfig
 from transformers.models.llama.modeling_llama import LlamaAttention
 
 import ctxext
@@ -246,16 +247,23 @@ def test_borders_of_packed_documents_go_with_positions_that_restart(method: str)
     torch.testing.assert_close(found, each, atol=1e-4, rtol=0)
 
 
+@pytest.mark.parametrize("told", ["model", "config"])
 @pytest.mark.parametrize(
     ("method", "given"),
     [("alibi", {}), ("retrieval_heads", {}), ("retrieval_heads", {"heads": [0]}), ("fire", {}), ("sinusoidal", {})],
 )
 def test_a_method_that_needs_all_heads_is_refused_where_processes_share_them(
-    method: str, given: dict[str, Any]
+    method: str, given: dict[str, Any], told: str
 ) -> None:
-    """Under transformers' tensor parallelism a layer has some of its heads in each process."""
+    """Under transformers' tensor parallelism a layer has some of its heads in each process.
+
+    Transformers 5.16 keeps the number of processes in the config alone.
+    """
     model = tiny()
-    model._tp_size = 2
+    if told == "model":
+        model._tp_size = 2
+    else:
+        model.config.distributed_config = DistributedConfig(tp_size=2)
     with pytest.raises(IncompatibleError, match=r"processes share the heads of this llama \(tensor parallelism\)"):
         ctxext.patch(model, method, factor=4.0, **given)
     with pytest.raises(IncompatibleError, match="heads are scored in a whole model"):
