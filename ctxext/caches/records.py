@@ -22,6 +22,7 @@ from transformers import GenerationMixin, PreTrainedModel
 from transformers.cache_utils import CacheLayerMixin, DynamicCache, DynamicLayer
 from transformers.generation.continuous_batching import PagedAttentionCache
 from transformers.masking_utils import create_causal_mask
+from transformers.utils.import_utils import is_causal_conv1d_available
 
 from ctxext.core.saved import identity
 from ctxext.core.steps import Moment, Step, Work, register
@@ -172,14 +173,16 @@ def _filled_by(given: Given, output: Any) -> Any:
 def _mixing(decoder: PreTrainedModel, *, told: bool) -> str | None:
     """Return why documents that lie in one row are not kept apart by all layers of a decoder; None if they are.
 
-    Layers with a state keep them apart if they are ``told`` where each begins.
+    Layers with a state keep them apart if they are ``told`` where each begins, by a kernel alone: what transformers
+    computes in its place reads no ``seq_idx``, which version 5.16 does not say.
     """
     config: Any = decoder.config
     layers = DynamicCache(config=config).layers
     kinds = zip(getattr(config, "layer_types", None) or ["recurrent"] * len(layers), layers, strict=False)
     for kind, layer in kinds:
-        if hasattr(layer, "update_conv_state") and not told:
-            return f"layers of type {kind!r} carry a state from one document into the next"
+        if hasattr(layer, "update_conv_state") and not (told and is_causal_conv1d_available()):
+            without = " without the package causal_conv1d" if told else ""
+            return f"layers of type {kind!r} carry a state from one document into the next{without}"
     if config._attn_implementation in ("eager", "sdpa") and not masks_follow_positions(type(decoder)):
         return f"{type(decoder).__name__} makes its attention masks without positions"
     return None
