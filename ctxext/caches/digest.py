@@ -38,7 +38,7 @@ def is_hooked(model: nn.Module) -> bool:
 
 def shares_heads(model: nn.Module) -> bool:
     """Tell whether tensor parallelism gives a process a part of the heads, which a plan of experts alone does not."""
-    # Transformers 5.16 tells the number of processes in the config alone. Its plan may be that of the experts.
+    # Transformers 5.16 tells the number of processes in the config alone. Its plan may be one of experts.
     spread = getattr(getattr(model, "config", None), "distributed_config", None)
     size = getattr(model, "_tp_size", None) or getattr(spread, "tp_size", None) or 1
     return int(size) > 1 and any("att" in place.lower() for place in getattr(model, "tp_plan", None) or ())

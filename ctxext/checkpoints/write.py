@@ -262,7 +262,7 @@ def _unpacked(
         model: Any = load_saved(source, plain_class=AutoModelForCausalLM, dtype=torch.bfloat16)
     else:
         model = load(source, method, dtype=torch.bfloat16, **arguments)
-    if chosen is not None:
+    if chosen is not None:  # the record of the choice goes into the config with the extension
         model.config.ctxext = model.config.ctxext | {"chosen": chosen}
     tokenizer = read_tokenizer(source.parent, gguf_file=source.name)
     if method is None:

@@ -194,7 +194,7 @@ class CachedPieces(StandIn):
             )
         if not goes_on(subject):
             raise IncompatibleError(
-                f"{type(base).__name__} does not go on from the state of what it has read, so a text cannot be read in "
+                f"{type(base).__name__} does not go on from the state of earlier tokens, so a text cannot be read in "
                 f"cached pieces. Where --memory asked for these, allow more."
             )
         self.argument = argument

@@ -144,7 +144,7 @@ def resume_point(settings: Settings, *, resume: bool) -> Path | None:
     earlier = checked_settings(kept, str(stored))
     before, now = _flat(earlier.model_dump()), _flat(settings.model_dump())
     changes = [f"{key}={before.get(key)!r}, now {now.get(key)!r}" for key in now if before.get(key) != now.get(key)]
-    changes = [change for change in changes if not change.startswith(FREE)]
+    changes = [change for change in changes if not change.startswith(FREE)]  # those leave the losses as they are
     if changes:
         raise InvalidParameterError(
             f"The run in {output} had other settings: {'; '.join(changes)}. Resume with the same settings, or start a "
