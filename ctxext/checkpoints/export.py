@@ -288,16 +288,19 @@ def read_extended(config: Any, served: Any = None) -> ExtensionInConfig:
     if saved is not None and saved_sides(saved):
         raise IncompatibleError(
             f"This {config.model_type} is an encoder-decoder whose sides have an extension each; no runtime here has "
-            f"flags for that. Serve it with ctxext serve."
+            f"flags for that. Run it with transformers, by ctxext.load."
         )
     rotary = saved is None or "rope_parameters" in saved["original"]  # an ALiBi Falcon has a rope dict all the same
     reaching = [
         (kind, rope) for kind, rope in (rope_dicts(text) if rotary else ()) if kind is None or not is_windowed(kind)
     ]
     if not reaching:
+        way = "Serve it with ctxext serve."
+        if config.is_encoder_decoder:  # which ctxext serve refuses
+            way = "Run it with transformers, by ctxext.load."
         raise IncompatibleError(
             f"The extension of this {config.model_type} is not one of rotary positions; no runtime here has a flag "
-            f"for it. Serve it with ctxext serve."
+            f"for it. {way}"
         )
     types = {rope.get("rope_type", "default") for _, rope in reaching}
     if saved is not None and not saved["stock"] and types <= {*STOCK_TYPES}:

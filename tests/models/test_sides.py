@@ -221,7 +221,8 @@ def test_what_is_for_one_text_is_refused_by_name(tmp_path: Path) -> None:
     with pytest.raises(IncompatibleError, match="does not support encoder-decoders"):
         plan_serving(model.config, trust_remote_code=True)
     with pytest.raises(
-        IncompatibleError, match=r"sides have an extension each; no runtime .* Serve it with ctxext serve"
+        IncompatibleError,
+        match=r"sides have an extension each; no runtime .* Run it with transformers, by ctxext\.load\.",
     ):
         ctxext.export(model, to="vllm")
     model.save_pretrained(tmp_path)
