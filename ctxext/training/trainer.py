@@ -65,6 +65,8 @@ class LongTrainer(Trainer):  # type: ignore[misc]
         super().__init__(*args, **{"data_collator": collate, **kwargs})
         self.embedding_learning_rate = embedding_learning_rate
         self.subject = Subject.of(self.model)
+        if getattr(self.subject.text, "use_cache", False):  # the Trainer tells the whole config only
+            self.subject.text.use_cache = self.args.use_cache
         if not _counts_tokens(type(self.subject.model)):
             # BERT's class takes the number of tokens in a step among its keywords, and no notice of it: its loss is the
             # mean of one pass, which the Trainer would add up over all that a step accumulates.

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from transformers import LlamaForCausalLM, TrainingArguments
 
+import ctxext
 from ctxext.errors import InvalidParameterError
 from ctxext.training.trainer import LongTrainer, NotANumberError
 from tests._host_reads import Counting
@@ -133,3 +134,15 @@ def test_a_step_that_does_not_fit_into_memory_is_explained(tmp_path: Path, monke
     monkeypatch.setattr(LongTrainer, "training_step", full)
     with pytest.raises(InvalidParameterError, match=r"Out of memory at a step of training\. .* lower data\.length"):
         trainer_of(tmp_path).train()
+
+
+@pytest.mark.slow
+def test_a_language_model_inside_another_keeps_packed_documents_apart(tmp_path: Path) -> None:
+    """With a cache of its own, which the Trainer's word to the whole config does not keep it from, it would not."""
+    model: Any = ctxext.patch(tiny("llava"), "yarn", factor=4).train()
+    packed, positions = tokens(32), torch.arange(16).repeat(2)[None]
+    rows = [{"input_ids": packed[0], "labels": packed[0], "index": torch.tensor(0)}]
+    arguments = TrainingArguments(str(tmp_path), max_steps=1, remove_unused_columns=False, **QUIET)
+    LongTrainer(model, arguments, train_dataset=rows)
+    found = model(input_ids=packed, position_ids=positions).logits[:, 16:]
+    torch.testing.assert_close(found, model(input_ids=packed[:, 16:]).logits, rtol=0, atol=1e-5)
