@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from importlib.metadata import version
+
+from packaging.version import Version
+
 from ctxext.cli.options import (
     COMPILE_SAYS,
     ExtensionOptions,
@@ -11,7 +15,7 @@ from ctxext.cli.options import (
     option_group,
     token_option,
 )
-from ctxext.errors import InvalidParameterError, require_package
+from ctxext.errors import InvalidParameterError, install_line, require_package
 from ctxext.progress import terminal
 
 
@@ -70,6 +74,11 @@ def serve(
     """
     for package in ("fastapi", "uvicorn", "openai"):
         require_package(package, "serve", "ctxext serve needs")
+    if Version(version("transformers")).release < (5, 23):
+        raise InvalidParameterError(
+            f"ctxext serve needs transformers 5.23 or newer, and {version('transformers')} is installed. Run "
+            f"{install_line('serve')}."
+        )
     from ctxext.serving.gate import LOCAL
     from ctxext.serving.load import load_served
     from ctxext.serving.server import application, bound, require_batches

@@ -13,6 +13,7 @@ from transformers import BertConfig, BertForMaskedLM, LlamaConfig, LlamaForCausa
 
 import ctxext
 from ctxext.checkpoints import load
+from ctxext.cli import serve
 from ctxext.errors import CtxextError
 from ctxext.serving import check
 from ctxext.training.settings import read_settings
@@ -117,6 +118,18 @@ def test_a_command_reads_no_weights(words: str, places: dict[str, str]) -> None:
     done = command(*_put(words, places))
     assert done.exit_code in (1, 2), done.stdout
     assert MISTAKES[words] in " ".join(done.stderr.split()), done.stderr
+
+
+@pytest.mark.parametrize("installed", ["5.16.1", "5.22.0"])
+def test_a_transformers_without_the_serving_code_is_named(
+    installed: str, places: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(serve, "require_package", lambda *_: None)
+    monkeypatch.setattr(serve, "version", lambda _: installed)
+    done = command("serve", places["HERE"], "--port", "0")
+    said = " ".join(done.stderr.split())
+    assert done.exit_code == 1
+    assert f"needs transformers 5.23 or newer, and {installed} is installed. Run `pip install" in said
 
 
 @pytest.mark.slow
