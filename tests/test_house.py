@@ -45,7 +45,7 @@ CEILINGS = {
     "lines of __all__": 0,
     "lines of JSON in ctxext/": 326,
     "lines of scripts/": 5_775,
-    "lines of tests/": 55_736,
+    "lines of tests/": 55_737,
     "lines to read: add a frequency method": 1_280,
     "lines to read: mend a defect of unpatch": 1_690,
     "lines to read: add a family": 1_778,

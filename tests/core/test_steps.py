@@ -28,6 +28,7 @@ def test_steps_run_in_the_order_of_their_moments_whatever_was_imported_first() -
         ("WEIGHTS", "attention.heads"),
         ("MODULES", "caches.continuous"),
         ("MODULES", "caches.generation"),
+        ("MODULES", "caches.records"),
         ("MODULES", "checkpoints.limits"),
         ("MODULES", "models.drafts"),
         ("MODULES", "models.drafts"),

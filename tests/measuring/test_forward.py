@@ -95,7 +95,7 @@ def test_pieces_of_a_recurrent_model_go_on_from_its_state_or_are_refused(family:
         return
     with pytest.raises(IncompatibleError, match=r"does not go on from .* so a text cannot be read in cached pieces\."):
         loss_by_position(model, ids, cached=16)
-    with pytest.raises(IncompatibleError, match="does not go on from the state of what it has read"):
+    with pytest.raises(IncompatibleError, match="does not go on from the state of earlier tokens"):
         logits_of_answers(model, ids[0], [ids[0, :4]], [ids[0, 4:6]])
     assert torch.equal(loss_by_position(model, ids), whole)
 
