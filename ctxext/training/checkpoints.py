@@ -159,9 +159,10 @@ def _require_whole(checkpoint: Path, stored: Path) -> None:
     Raises:
         CheckpointError: one of them is missing, or of another size.
     """
-    held = [line.partition(" ") for line in (checkpoint / COMPLETE).read_text("utf-8").splitlines()[1:]]
+    entries = [line.partition(" ") for line in (checkpoint / COMPLETE).read_text("utf-8").splitlines()[1:]]
     sizes: dict[Path, int | None] = {stored: None}
-    for size, _, name in held:  # JSON may be written anew, other processes may go on writing
+    for size, _, name in entries:
+        # JSON files may be rewritten. Other processes may still write their files.
         is_fixed = not (name.endswith(".json") or name.startswith("rng_state_") or "/" in name)
         sizes[checkpoint / name] = int(size) if is_fixed else None
     for path, kept_size in sizes.items():
