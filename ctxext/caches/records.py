@@ -37,7 +37,8 @@ CACHE_ARGUMENTS = ("cache", "past_key_values", "layer_past")
 ATTENTION = "ctxext"
 """Name of the attention that ctxext computes, as a config has it."""
 EXTENSION, FILLED, GUARDS = "_ctxext_extension", "_ctxext_filled", "_ctxext_guards"
-PLAIN, ROWS = "_ctxext_plain", "_ctxext_rows"  # of a cache layer: its class without an owner, where its rows come from
+# Of a cache layer: its class without an owner, where its rows come from, and the guard of the call that runs.
+PLAIN, ROWS, FILLING = "_ctxext_plain", "_ctxext_rows", "_ctxext_filling"
 
 NOT_ONE_GRAPH = (
     "ctxext: a dynamic method reads the length of each sequence from the values of position_ids. One compiled, "
@@ -250,24 +251,41 @@ class CacheGuard:
 
     def before(self, module: Any, args: Any, kwargs: Given) -> None:
         """Begin a call under this extension; refuse a cache of another one, and documents that see each other."""
-        current_pass.under = (self.extension, current_pass.under)
         given = self._given(args, kwargs)
         self._check(module, given)
         cache = None if self.growing is DynamicLayer else _keys_of(cache_in(given))
         if cache is not None and not getattr(cache, "is_compileable", True):  # another one is read in one graph
             self._hold(cache)
+        self._let(self, given)
 
     def after(self, module: nn.Module, args: Any, kwargs: Given, output: Any) -> None:
         """End a call, and record on its cache the extension that filled it; a call that failed has no output."""
-        current_pass.under = current_pass.under and current_pass.under[1]
+        given = self._given(args, kwargs)
+        self._let(None, given)
         if output is not None:
-            self._record(self._given(args, kwargs), output)
+            self._record(given, output)
+
+    def _let(self, guard: CacheGuard | None, given: Given) -> None:
+        """Let the layers that this extension filled take keys for as long as a call of ``guard`` runs."""
+        for half in _halves(cache_in(given)):
+            for layer in getattr(half, "layers", ()):
+                if getattr(layer, EXTENSION, None) == self.extension:
+                    setattr(layer, FILLING, guard)
 
     def _check(self, module: Any, given: Given) -> None:
-        """Refuse a cache that was not filled under this extension, and documents that would see each other."""
-        if torch.compiler.is_compiling():
-            return
-        require_apart(module, given)
+        """Refuse a cache that was not filled under this extension, and documents that would see each other.
+
+        A graph compares records alone, and is left for the sentence of a refusal.
+        """
+        if not torch.compiler.is_compiling():
+            require_apart(module, given)
+            self._require(module, given)
+        elif not (torch.compiler.is_exporting() or self.stands(cache_in(given))):
+            self._require(module, given)
+
+    @outside_graphs("ctxext: this cache holds tokens of no known extension.")
+    def _require(self, module: Any, given: Given) -> None:
+        """Raise ``PatchStateError`` for a cache that was not filled under this extension."""
         cache = cache_in(given)
         layers = [layer for half in _halves(cache) for layer in getattr(half, "layers", ())] if self.lifted else []
         if any(getattr(layer, "is_sliding", False) for layer in layers):
@@ -307,9 +325,10 @@ class CacheGuard:
         for half in _halves(cache):
             if hasattr(half, "update"):
                 setattr(half, EXTENSION, self.extension)
-            for layer in getattr(half, "layers", ()) if not torch.compiler.is_compiling() else ():
+            layers: Any = getattr(half, "layers", ())
+            for index, layer in enumerate(layers):
                 if isinstance(layer, CacheLayerMixin):
-                    self._own(layer)
+                    layers[index] = self._own(layer)
 
     @outside_graphs("ctxext: a growing cache becomes one whose keys can be rotated and dropped.")
     def _hold(self, cache: Any) -> None:
@@ -320,12 +339,18 @@ class CacheGuard:
         if getattr(cache, "layer_class_to_replicate", None) is DynamicLayer:
             cache.layer_class_to_replicate = self.growing
 
-    def _own(self, layer: Any) -> None:
-        """Let a layer take keys only under this extension."""
+    def _own(self, layer: Any) -> Any:
+        """Return a layer that takes keys only under this extension: the same one, but another in a graph."""
         setattr(layer, EXTENSION, self.extension)
         kind = plain_class(layer)
-        grown: Any = self.growing if kind is DynamicLayer else kind
-        layer.__class__ = owned(grown)
+        grown = owned(self.growing if kind is DynamicLayer else kind)
+        if not torch.compiler.is_compiling():
+            layer.__class__ = grown
+        elif type(layer) is not grown:  # a graph changes no class
+            values, layer = vars(layer), object.__new__(grown)
+            for name, value in values.items():
+                setattr(layer, name, value)
+        return layer
 
     def stands(self, cache: Any) -> bool:
         """Return whether a cache may be continued."""
@@ -335,6 +360,8 @@ class CacheGuard:
         recorded = getattr(half, EXTENSION, None)
         if recorded == self.extension and not self.released:
             return True  # the model is extended as it was when this cache was filled
+        if torch.compiler.is_compiling():  # the length of a static cache lies on the device
+            return not any(getattr(layer, "is_initialized", True) for layer in getattr(half, "layers", ()))
         return (recorded is None and self.takes_made) or not _held(half)
 
     def _given(self, args: Any, kwargs: Given) -> Given:
@@ -375,13 +402,11 @@ class _CurrentPass(threading.local):
     """The running pass of a decoder in this thread.
 
     Args:
-        under: extension of the decoder that runs, and ``under`` of the call around it.
         filling: record of the pass of a dynamic method, outside of graphs.
         fitted: rotary modules of such a pass in a graph.
     """
 
     def __init__(self) -> None:
-        self.under: tuple[FilledUnder, Any] | None = None
         self.filling: Filling | None = None
         self.fitted: FittedModules | None = None
 
@@ -425,7 +450,10 @@ class DynamicGuard(CacheGuard):
         remember(cache, fitted_lengths=tuple(filling.fitted_lengths), tokens=known.expected, expected=None)
 
 
-@functools.cache
+_OWNED: dict[Any, Any] = {}  # class of cache layers: the class of those with an owner
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def owned(kind: Any) -> Any:
     """Return the subclass of a class of cache layers whose objects take keys only from models that filled them.
 
@@ -434,13 +462,15 @@ def owned(kind: Any) -> Any:
     """
     if hasattr(kind, PLAIN):
         return kind
+    if kind in _OWNED:
+        return _OWNED[kind]
 
     class Owned(kind):  # type: ignore[misc]
         _layer_type = None  # as long as it is made: transformers registers a class that has one for all new caches
 
         def update(self, *args: Any, **kwargs: Any) -> Any:
-            under = current_pass.under and current_pass.under[0]
-            if not torch.compiler.is_compiling() and under != getattr(self, EXTENSION):
+            guard = getattr(self, FILLING, None)
+            if guard is None or guard.released:  # Ctrl-C leaves a call without its end
                 _leave(self)
                 return self.update(*args, **kwargs)
             return super().update(*args, **kwargs)
@@ -464,6 +494,7 @@ def owned(kind: Any) -> Any:
     for name in ("__name__", "__qualname__", "__module__"):
         setattr(Owned, name, getattr(kind, name))
     setattr(Owned, PLAIN, kind)
+    _OWNED[kind] = Owned
     return Owned
 
 
@@ -477,6 +508,7 @@ def _reclaimed(kind: Any) -> Any:
     return object.__new__(owned(kind))
 
 
+@outside_graphs("ctxext: an extended model filled this cache, and the model of this call is extended by another.")
 def _leave(layer: Any) -> None:
     """Give a layer that was emptied its plain class again.
 
@@ -569,7 +601,6 @@ def _release(model: PreTrainedModel) -> None:
     """End the guards of a model before it is unpatched."""
     for guard in guards_of(model):
         guard.released = True
-    current_pass.under = None  # a call that Ctrl-C ended did not end its record
 
 
 register(Step(Moment.CACHES, _guard_caches, undo=_release))

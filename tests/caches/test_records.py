@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -102,3 +104,43 @@ def test_generate_keeps_its_cache_where_stock_longrope_would_change(model_type: 
         expected = torch.cat([expected, logits(model, expected, **declared)[:, -1:].argmax(-1)], dim=1)
     assert torch.equal(found, expected)
     assert cache.get_seq_length() == 79
+
+
+def _read(model: Any, cache: Any, ids: torch.Tensor, part: slice, method: str | None, in_graph: bool) -> None:
+    """Read a part of a text under a method, and compare it with one pass."""
+    with nullcontext() if method is None else ctxext.patched(model, method, factor=4):
+        read_on = torch.compile(model, backend="eager") if in_graph else model
+        found = read_on(ids[:, part], past_key_values=cache).logits
+        torch.testing.assert_close(found, model(ids, use_cache=False).logits[:, part])
+
+
+@pytest.mark.nightly
+@pytest.mark.usefixtures("_without_checker")
+@pytest.mark.parametrize(
+    "graphs", [(True, False), (False, True), (True, True)], ids=["the first", "the second", "both"]
+)
+@torch.no_grad()
+def test_a_graph_reads_on_what_its_own_extension_filled(graphs: tuple[bool, bool]) -> None:
+    others = [(None, "yarn"), ("yarn", None), ("pi", "yarn"), ("dynamic_ntk", None), ("self_extend", None)]
+    ids = tokens(21)
+    for methods, is_static in itertools.product([*others, ("yarn", "yarn")], [False, True]):
+        torch.compiler.reset()
+        model = tiny().double()
+        cache: Any = StaticCache(model.config, max_cache_len=40) if is_static else DynamicCache(config=model.config)
+        _read(model, cache, ids, slice(0, 20), methods[0], graphs[0])
+        same = methods[0] == methods[1]
+        with nullcontext() if same else pytest.raises(PatchStateError, match=r"filled|without a record"):
+            _read(model, cache, ids, slice(20, 21), methods[1], graphs[1])
+
+
+@torch.no_grad()
+def test_a_call_that_was_interrupted_lets_no_other_model_fill_its_cache() -> None:
+    model, ids = ctxext.patch(tiny(), "yarn", factor=4), tokens(20)
+    cache = DynamicCache(config=model.config)
+    model(ids, past_key_values=cache)
+    handle = model.model.layers[1].register_forward_pre_hook(lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+    with pytest.raises(KeyboardInterrupt):
+        model(ids[:, :1], past_key_values=cache)
+    handle.remove()
+    with pytest.raises(PatchStateError, match="This cache of 21 tokens was filled while a model was extended"):
+        ctxext.unpatch(model)(ids[:, :1], past_key_values=cache)
