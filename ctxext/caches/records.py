@@ -283,7 +283,7 @@ class CacheGuard:
         elif not (torch.compiler.is_exporting() or self.stands(cache_in(given))):
             self._require(module, given)
 
-    @outside_graphs("ctxext: this cache holds tokens of no known extension.")
+    @outside_graphs("ctxext: this cache may hold tokens of another extension, which a graph cannot tell.")
     def _require(self, module: Any, given: Given) -> None:
         """Raise ``PatchStateError`` for a cache that was not filled under this extension."""
         cache = cache_in(given)
@@ -360,9 +360,12 @@ class CacheGuard:
         recorded = getattr(half, EXTENSION, None)
         if recorded == self.extension and not self.released:
             return True  # the model is extended as it was when this cache was filled
+        if recorded is None and self.takes_made:
+            return True
         if torch.compiler.is_compiling():  # the length of a static cache lies on the device
-            return not any(getattr(layer, "is_initialized", True) for layer in getattr(half, "layers", ()))
-        return (recorded is None and self.takes_made) or not _held(half)
+            layers = (layer for layer in getattr(half, "layers", ()) if isinstance(layer, CacheLayerMixin))
+            return not any(layer.is_initialized for layer in layers)  # others have no keys: states, shared ones
+        return not _held(half)
 
     def _given(self, args: Any, kwargs: Given) -> Given:
         return dict(zip(self.names, args, strict=False)) | kwargs
@@ -488,7 +491,8 @@ def owned(kind: Any) -> Any:
             _move(self, lambda rows: rows.repeat_interleave(repeats))
 
         def __reduce_ex__(self, protocol: Any) -> Any:
-            return _reclaimed, (kind,), vars(self)
+            held = {name: value for name, value in vars(self).items() if name != FILLING}  # of no call
+            return _reclaimed, (kind,), held
 
     del Owned._layer_type
     for name in ("__name__", "__qualname__", "__module__"):

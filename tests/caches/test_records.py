@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
+import pickle
 from contextlib import nullcontext
 from typing import Any
 
@@ -142,5 +144,23 @@ def test_a_call_that_was_interrupted_lets_no_other_model_fill_its_cache() -> Non
     with pytest.raises(KeyboardInterrupt):
         model(ids[:, :1], past_key_values=cache)
     handle.remove()
-    with pytest.raises(PatchStateError, match="This cache of 21 tokens was filled while a model was extended"):
-        ctxext.unpatch(model)(ids[:, :1], past_key_values=cache)
+    caches = [cache, copy.deepcopy(cache), pickle.loads(pickle.dumps(cache))]
+    ctxext.unpatch(model)
+    for each in caches:
+        with pytest.raises(PatchStateError, match="This cache of 21 tokens was filled while a model was extended"):
+            model(ids[:, :1], past_key_values=each)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("_without_checker")
+@pytest.mark.parametrize("model_type", ["gemma3n_text", "qwen3_next"])
+@torch.no_grad()
+def test_one_graph_reads_into_an_empty_cache_in_which_some_layers_never_hold_keys(model_type: str) -> None:
+    """Layers that read the keys of others call themselves initialized, and layers with a state say nothing of it."""
+    torch.compiler.reset()
+    hybrid = {"layer_types": ["linear_attention", "full_attention"], "num_hidden_layers": 2}
+    changes: dict[str, Any] = hybrid if model_type == "qwen3_next" else {}
+    model, ids = ctxext.patch(tiny(model_type, **changes), "yarn", factor=4), tokens(20)
+    cache = StaticCache(config=model.config, max_cache_len=40)
+    found = torch.compile(model, backend="eager", fullgraph=True)(ids, past_key_values=cache).logits
+    torch.testing.assert_close(found, model(ids, use_cache=False).logits, atol=2e-5, rtol=0)
