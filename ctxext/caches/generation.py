@@ -23,7 +23,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import GenerationMixin
 
 from ctxext.caches.call import Declared, PositionedForward
 from ctxext.caches.records import (
@@ -33,10 +32,10 @@ from ctxext.caches.records import (
     cache_in,
     cached_tokens,
     current_pass,
-    drops_cache,
     empty,
     filled,
     guards_of,
+    preparing_class,
     remember,
 )
 from ctxext.core.edits import replaced_forward
@@ -213,8 +212,7 @@ class RecomputeStaleCache:
             self._warn()
         if cache is not None:
             remember(cache, expected=whole)
-        stock = GenerationMixin if drops_cache(model) else type(model)
-        inputs = stock.prepare_inputs_for_generation(
+        inputs = preparing_class(model).prepare_inputs_for_generation(
             model,
             input_ids,
             next_sequence_length=next_sequence_length,

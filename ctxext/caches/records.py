@@ -574,25 +574,32 @@ def _guard_caches(work: Work) -> None:
         guards.append(guard)
 
 
-def drops_cache(model: Any) -> bool:
-    """Return whether a model's ``generate`` drops the cache at the original length, as Phi-3's and its kin's do.
+def preparing_class(model: Any) -> Any:
+    """Return the class that prepares the calls of an extended model's ``generate``: the model's, but for Phi-3's kin.
 
-    Positions of stock longrope change there. Of what was dropped, some versions of transformers compute nothing again:
-    the model goes on from the newest token alone. All else that these classes prepare is what every class does.
+    These drop the cache at the original length, where positions of stock longrope change. Of what was dropped, some
+    versions of transformers compute nothing again: the model goes on from the newest token alone. All else that these
+    classes prepare is what every class does.
     """
     own = getattr(type(model), "prepare_inputs_for_generation", None)
-    return own is not None and "original_max_position_embeddings" in inspect.unwrap(own).__code__.co_names
+    drops = own is not None and "original_max_position_embeddings" in inspect.unwrap(own).__code__.co_names
+    return GenerationMixin if drops else type(model)
 
 
 def _keep_cache(work: Work) -> None:
     """Let ``generate`` go on from its cache at every length, where no position changes with the length."""
-    model: Any = work.subject.model
-    if drops_cache(model) and not work.method.dynamic:
-        prepare = functools.partial(GenerationMixin.prepare_inputs_for_generation, model)
-        work.edits.set(model, "prepare_inputs_for_generation", prepare)
+    model = work.subject.model
+    prepare = functools.partial(preparing_class(model).prepare_inputs_for_generation, model)
+    work.edits.set(model, "prepare_inputs_for_generation", prepare)
 
 
-register(Step(Moment.MODULES, _keep_cache))
+register(
+    Step(
+        Moment.MODULES,
+        _keep_cache,
+        applies=lambda work: not work.method.dynamic and preparing_class(work.subject.model) is GenerationMixin,
+    )
+)
 
 
 def guards_of(model: nn.Module) -> list[CacheGuard]:
