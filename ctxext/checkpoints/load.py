@@ -210,18 +210,18 @@ def load(
                 take_out(plain, loading.get("adapter_name", "default"), is_last=plain is not base)
             raise
     _refuse_base(base, place)
-    return _extended(place, arguments, loading, auto_class)
+    return _extended(place, _read_config(place, loading), arguments, loading, auto_class)
 
 
 def _extended(
     place: str,
+    config: Any,
     arguments: ExtensionArguments | dict[str, ExtensionArguments],
     loading: LoadingOptions,
     auto_class: Any,
 ) -> PreTrainedModel:
-    """Load a checkpoint with a new extension instead of the saved one."""
-    written = config = _read_config(place, loading)
-    saved = saved_extension(config, place)
+    """Load a checkpoint with a new extension instead of the one in its ``config``."""
+    written, saved = config, saved_extension(config, place)
     if saved is not None:
         if isinstance(arguments, ExtensionArguments):
             arguments, saved = arguments_over(config, saved, arguments)
@@ -272,13 +272,7 @@ def load_saved(
     _refuse_base(base, place)
     config = _read_config(place, loading)
     if saved_extension(config, place) is not None:
-        complete = plain_class is not None
-        model = _read_model(place, config, loading, auto_class, restored=True, complete=complete)
-        # Extending names the model as one in memory only, but this extension is in the checkpoint too.
-        leads_to_it = model.config._name_or_path
-        attached(model, place, attention)
-        model.config._name_or_path = leads_to_it
-        return model
+        return _restored(place, config, attention, loading, auto_class, complete=plain_class is not None)
     if plain_class is not None:
         return _read_model(place, config, loading, None if plain_class is True else plain_class, complete=True)
     scaling_there = already_extended(config)
@@ -294,6 +288,18 @@ def load_saved(
         f"ctxext.load({str(path)!r}, method='yarn', factor=4), or load it plain with "
         f"AutoModelForCausalLM.from_pretrained({place!r}{file})."
     )
+
+
+def _restored(
+    place: str, config: Any, attention: str | None, loading: LoadingOptions, auto_class: Any, *, complete: bool = False
+) -> PreTrainedModel:
+    """Load a checkpoint with the extension in its ``config``."""
+    model = _read_model(place, config, loading, auto_class, restored=True, complete=complete)
+    # Extending names the model as one in memory only, but this extension is in the checkpoint too.
+    leads_to_it = model.config._name_or_path
+    attached(model, place, attention)
+    model.config._name_or_path = leads_to_it
+    return model
 
 
 def _refuse_base(base: Any, place: str) -> None:
@@ -554,39 +560,39 @@ def _load_adapter(
             raise InvalidParameterError(f"{', '.join(extra)}: base is a model in memory, which is loaded already.")
         model, drawn = base, False  # or anything else that a user gave, which is refused
     else:
-        place = base_of(directory) if base is None else os.fspath(base)
-        if base is None and adapter.config.revision is not None:
-            loading.setdefault("revision", adapter.config.revision)
-        with finding_base(directory, place):
-            folder, where = gguf_inside(place, loading)
-            checked_path(folder, where)
-            if not os.path.exists(folder):
-                _read_config(folder, where)  # which asks the hub
-        if auto_class is not None:
-            loading["auto_class"] = auto_class
-        if adapter.extension:
-            model, drawn = _load_base(adapter, place, attention, loading, named=base is None)
-        else:
-            model, drawn = load_saved(place, plain_class=plain_class, **loading), False
+        model, drawn = _load_base(adapter, base, attention, loading, auto_class, plain_class)
     return put_adapter(model, adapter, drawn=drawn, **for_adapter)
 
 
 def _load_base(
-    adapter: SavedAdapter, place: str, attention: str | None, loading: LoadingOptions, *, named: bool
+    adapter: SavedAdapter,
+    base: StrPath | None,
+    attention: str | None,
+    loading: LoadingOptions,
+    auto_class: Any,
+    plain_class: Any,
 ) -> tuple[nn.Module, bool]:
     """Load the base of an adapter, extended as it was trained on, and tell whether its encoding was drawn anew.
 
-    An extension that the base carries is replaced only where the adapter itself has ``named`` that base.
+    An extension that the base carries is replaced only where the adapter itself names that base.
     """
     directory, saved = adapter.directory, adapter.extension
-    place, loading = gguf_inside(place, loading)
-    config = _read_config(place, loading)
+    named = base_of(directory) if base is None else os.fspath(base)
+    if base is None and adapter.config.revision is not None:
+        loading.setdefault("revision", adapter.config.revision)
+    with finding_base(directory, named):
+        place, where = gguf_inside(named, loading)
+        checked_path(place, where)
+        is_plain = not saved and os.path.exists(place)  # or an adapter in turn
+        config = None if is_plain else _read_config(place, where)  # which asks the hub
+    if not saved:
+        return load_saved(named, plain_class=plain_class, auto_class=auto_class, **loading), False
     carried = saved_extension(config, place)
     restored = carried is not None and not differences(saved, carried)
     if restored:
-        model: PreTrainedModel = load_saved(place, attention=attention, **loading)
-    elif carried is None or named:  # trained on the weights of that base, with the adapter's extension
-        model = _extended(place, arguments_of(saved, attention), loading, loading.pop("auto_class", None))
+        model = _restored(place, config, attention, where, auto_class)
+    elif carried is None or base is None:  # trained on the weights of that base, with the adapter's extension
+        model = _extended(place, config, arguments_of(saved, attention), where, auto_class)
     else:
         raise CheckpointError(
             f"The adapter in {directory} was trained on another extension than its base {place} has: "
