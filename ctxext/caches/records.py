@@ -121,6 +121,11 @@ def _halves(cache: Any) -> list[Any]:
     return [half for half in halves if half is not None]
 
 
+def _layers(cache: Any) -> list[Any]:
+    """Return the layers of a cache, of both halves if it has two."""
+    return [layer for half in _halves(cache) for layer in getattr(half, "layers", ())]
+
+
 def _held(cache: Any) -> str:
     """Begin a sentence about a cache that may hold keys; return "" for an empty one."""
     if isinstance(cache, PagedAttentionCache):
@@ -267,10 +272,9 @@ class CacheGuard:
 
     def _let(self, guard: CacheGuard | None, given: Given) -> None:
         """Let the layers that this extension filled take keys for as long as a call of ``guard`` runs."""
-        for half in _halves(cache_in(given)):
-            for layer in getattr(half, "layers", ()):
-                if getattr(layer, EXTENSION, None) == self.extension:
-                    setattr(layer, FILLING, guard)
+        for layer in _layers(cache_in(given)):
+            if getattr(layer, EXTENSION, None) == self.extension:
+                setattr(layer, FILLING, guard)
 
     def _check(self, module: Any, given: Given) -> None:
         """Refuse a cache that was not filled under this extension, and documents that would see each other.
@@ -287,8 +291,7 @@ class CacheGuard:
     def _require(self, module: Any, given: Given) -> None:
         """Raise ``PatchStateError`` for a cache that was not filled under this extension."""
         cache = cache_in(given)
-        layers = [layer for half in _halves(cache) for layer in getattr(half, "layers", ())] if self.lifted else []
-        if any(getattr(layer, "is_sliding", False) for layer in layers):
+        if self.lifted and any(getattr(layer, "is_sliding", False) for layer in _layers(cache)):
             raise PatchStateError(
                 "This cache was made for sliding windows, which the extension has lifted: it would drop keys that are "
                 "seen. Start with a new cache."
@@ -453,7 +456,7 @@ class DynamicGuard(CacheGuard):
         remember(cache, fitted_lengths=tuple(filling.fitted_lengths), tokens=known.expected, expected=None)
 
 
-_OWNED: dict[Any, Any] = {}  # class of cache layers: the class of those with an owner
+_OWNED: dict[Any, Any] = {}  # by class of cache layers, that of those with an owner: graphs see no functools.cache
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
