@@ -46,16 +46,6 @@ class Rectangle(NamedTuple):
     kind: str
     window: int | None = None
 
-    @property
-    def pairs(self) -> int:
-        """Number of pairs of a query and a key in the rectangle."""
-        rows, columns = self.query[1] - self.query[0], self.key[1] - self.key[0]
-        if self.kind == FULL:
-            return rows * columns
-        hidden = max(0, columns - (self.window or columns))  # keys outside the window of the last query
-        late = min(rows, hidden)
-        return rows * (rows + 1) // 2 + (columns - rows) * rows - (hidden * late - late * (late - 1) // 2)
-
 
 def tiles(regions: Sequence[Region], first: int, stop: int, size: int, *, bands: bool = False) -> Iterator[Extent]:
     """Cut queries ``first .. stop`` (positions) into tiles in which every region has the form above.
