@@ -20,6 +20,10 @@ from ctxext.spec import Frequencies, RopeSpec
 Tokens = Range(above=0, most=MOST_TOKENS)
 """A number of tokens, or below 1 a share of the trained length, which ``tokens_of`` converts to tokens."""
 
+QueryPositions = Int[Tensor, "*queries"]
+KeyPositions = Int[Tensor, "*keys"]
+PairMask = Bool[Tensor, "*pairs"]
+
 
 @dataclass(frozen=True, kw_only=True)
 class PositionMap:
@@ -65,7 +69,7 @@ class Region(ABC):
     """
 
     @abstractmethod
-    def holds(self, query: Int[Tensor, "*queries"], key: Int[Tensor, "*keys"]) -> Bool[Tensor, "*pairs"]:
+    def holds(self, query: QueryPositions, key: KeyPositions) -> PairMask:
         """Return the mask of the pairs that belong to the region; the positions broadcast against each other."""
 
 
@@ -82,7 +86,7 @@ class Band(Region):
     plain_before: int = 0
     skip: int = 0
 
-    def holds(self, query: Int[Tensor, "*queries"], key: Int[Tensor, "*keys"]) -> Bool[Tensor, "*pairs"]:
+    def holds(self, query: QueryPositions, key: KeyPositions) -> PairMask:
         back = query - key
         inside = (back >= self.start) & (key >= self.skip)
         inside = inside if self.stop is None else inside & (back < self.stop)
@@ -108,7 +112,7 @@ class Chunks(Region):
     back: int
     older: bool = False
 
-    def holds(self, query: Int[Tensor, "*queries"], key: Int[Tensor, "*keys"]) -> Bool[Tensor, "*pairs"]:
+    def holds(self, query: QueryPositions, key: KeyPositions) -> PairMask:
         apart = torch.div(query, self.size, rounding_mode="floor") - torch.div(key, self.size, rounding_mode="floor")
         return (key <= query) & ((apart >= self.back) if self.older else (apart == self.back))
 
@@ -128,7 +132,7 @@ class Sinks(Region):
     start: int
     plain_before: int = 0
 
-    def holds(self, query: Int[Tensor, "*queries"], key: Int[Tensor, "*keys"]) -> Bool[Tensor, "*pairs"]:
+    def holds(self, query: QueryPositions, key: KeyPositions) -> PairMask:
         return (key < self.count) & (query - key >= self.start) & (query >= self.plain_before)
 
     def __str__(self) -> str:
@@ -145,7 +149,7 @@ class Ahead(Region):
 
     of: Region
 
-    def holds(self, query: Int[Tensor, "*queries"], key: Int[Tensor, "*keys"]) -> Bool[Tensor, "*pairs"]:
+    def holds(self, query: QueryPositions, key: KeyPositions) -> PairMask:
         whole = replace(self.of, skip=0) if isinstance(self.of, Band) else self.of
         return (key > query) & whole.holds(key, query)
 
