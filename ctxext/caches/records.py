@@ -456,7 +456,7 @@ class DynamicGuard(CacheGuard):
         remember(cache, fitted_lengths=tuple(filling.fitted_lengths), tokens=known.expected, expected=None)
 
 
-_OWNED: dict[Any, Any] = {}  # by class of cache layers, that of those with an owner: graphs see no functools.cache
+_OWNED: dict[Any, Any] = {}  # by a class of cache layers, the same with an owner: graphs see no functools.cache
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
