@@ -39,7 +39,7 @@ from ctxext.core.old_form import put_old_form
 from ctxext.core.patching import patched_state, require_own_config
 from ctxext.core.rebuild import own_defaults
 from ctxext.core.saved import extended_texts, extensions_in
-from ctxext.core.subject import Subject
+from ctxext.core.subject import Subject, field_of
 from ctxext.errors import (
     CheckpointError,
     CtxextError,
@@ -309,5 +309,6 @@ def require_padding(model: PreTrainedModel, tokenizer: Any) -> None:
     architecture = find_architecture(subject)
     if not isinstance(architecture, LearnedTable | Sinusoids):
         return
-    if any(table.skips_padding for table in architecture.tables(subject)):
-        refuse_tokenizer(tokenizer, subject.config)
+    for table in architecture.tables(subject):
+        if table.skips_padding:
+            refuse_tokenizer(tokenizer, field_of(subject.config, table.field)[0])

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 from transformers import (
+    AutoModel,
     BertConfig,
     BertForSequenceClassification,
     BertModel,
@@ -336,3 +337,16 @@ def test_a_tokenizer_that_pads_otherwise(tmp_path: Path) -> None:
     tokenizer.pad_token, tokenizer.model_max_length = tokenizer.convert_ids_to_tokens(1), 32
     ctxext.save(model, tmp_path / "x", tokenizer=tokenizer)
     assert json.loads((tmp_path / "x/tokenizer_config.json").read_text())["model_max_length"] == 128
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model_type", ["altclip", "clap"])
+def test_padding_of_a_text_part_is_compared_with_that_part(model_type: str, tmp_path: Path) -> None:
+    """The whole config of a model of several parts names no padding."""
+    tokenizer = make_tokenizer(bos=True)
+    model = ctxext.patch(AutoModel.from_config(tiny_config(model_type)), "tile", factor=2)
+    tokenizer.pad_token = tokenizer.convert_ids_to_tokens(model.config.text_config.pad_token_id)
+    ctxext.save(model, tmp_path / "saved", tokenizer=tokenizer)
+    tokenizer.pad_token = tokenizer.convert_ids_to_tokens(7)
+    with pytest.raises(InvalidParameterError, match=r"pads with the token 7 .* all tokens but 0 "):
+        ctxext.save(model, tmp_path / "other", tokenizer=tokenizer)
