@@ -24,6 +24,7 @@ from ctxext.core.patching import patched_state
 from ctxext.core.rebuild import FAILURES
 from ctxext.core.subject import Subject
 from ctxext.errors import CtxextError, IncompatibleError, PatchStateError
+from ctxext.kernels.base import without_autocast
 from ctxext.methods.retrieval_heads import RetrievalHeads
 
 RECORDING = "ctxext_heads"
@@ -105,7 +106,8 @@ class Recorder:
                 )
             bias = given.get("position_bias")
             part = {} if bias is None else {"position_bias": bias[:, :, start:stop]}
-            _, weights = eager(module, query[:, :, start:stop].float(), keys, values, rows, **given | part)
+            with without_autocast(query.device):  # which would leave the scores three digits
+                _, weights = eager(module, query[:, :, start:stop].float(), keys, values, rows, **given | part)
             at, twins = (text.queries[here] - start).to(weights.device), text.twins[here].to(weights.device)
             total += weights[0][:, at, twins].float().sum(-1) + weights[0][:, at, twins + 1].float().sum(-1)
         groups = (total / len(text.queries)).view(key.shape[1], -1).amax(-1).cpu()

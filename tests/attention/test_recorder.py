@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import ctxext
+from ctxext.attention import recorder
 from ctxext.attention.heads import heads, induction_scores
 from ctxext.attention.recorder import retrieval_share
 from ctxext.caches.digest import weights_digest
@@ -177,3 +178,25 @@ def test_a_share_of_heads_that_do_not_read_far_is_refused() -> None:
     changed = ctxext.patch(tiny(), "retrieval_heads", factor=4, heads=[0], exact=False, window=16)
     with pytest.raises(IncompatibleError, match=r"changes texts of more than 16 tokens.*Set exact to true"):
         retrieval_share(changed)
+
+
+@pytest.mark.parametrize("model_type", ["llama", "gemma3_text"])
+def test_autocast_rounds_no_score(model_type: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Queries and keys are what the model computes under it; their products would keep three digits of ten."""
+    found, function_of = list[bool](), recorder.attention_function
+
+    def watched(module: Any, implementation: str) -> Any:
+        own = function_of(module, implementation)
+
+        def attend(*given: Any, **named: Any) -> Any:
+            if implementation == "eager":
+                found.append(torch.is_autocast_enabled("cpu"))
+            return own(*given, **named)
+
+        return attend
+
+    monkeypatch.setattr(recorder, "attention_function", watched)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        heads(tiny(model_type), seeds=(0,))
+    assert found
+    assert not any(found)
