@@ -309,6 +309,14 @@ class Tried:
         """True if tokens of any layer see later tokens."""
         return any(layer.sees_both_ways for layer in self.layers.values())
 
+    def implementation(self, own: str) -> str:
+        """Return the attention of transformers that computes as the model's code asks: its own, or else eager.
+
+        sdpa drops soft caps, and transformers 5.16 takes it for Gemma 2 and its kin all the same.
+        """
+        capped = any("softcap" in layer.arguments for layer in self.layers.values())
+        return "eager" if capped and own == "sdpa" else own
+
     @property
     def crossing(self) -> tuple[str, ...]:
         """Paths of attention whose keys come from an encoder."""
@@ -394,14 +402,16 @@ def install_attention(
     edits: Edits,
     crossing: Sequence[str] = (),
     left: Collection[str] = (),
+    implementation: str | None = None,
 ) -> None:
     """Give every attention layer ``attend``, and make the decoder hand it a layout.
 
     Args:
         attend: replacement of the attention of all layers, or one for each layer by its path below the decoder.
         crossing: paths of layers that attend to an encoder's text; they get attention without distances.
+        left: paths of layers that stay as they are, under an ``implementation``; by default the model's.
     """
-    decoder, leave = decoder_of(subject, place), LeaveAttend(subject.text._attn_implementation)
+    decoder, leave = decoder_of(subject, place), LeaveAttend(implementation or subject.text._attn_implementation)
     for config in (subject.text, decoder.config):  # two objects where the model's config was replaced
         edits.set(config, "_attn_implementation_internal", ATTENTION)
     edits.set(decoder, "forward", SharedForward.around(decoder))

@@ -157,7 +157,8 @@ def install_pieces(
             f"that see both ways, take self_extend."
         )
     far = HeadPieces.of(method, site.spec, both_ways=sees_both_ways)
-    decoder = decoder_of(subject, site)
+    decoder, own = decoder_of(subject, site), subject.text._attn_implementation
+    implementation = tried.implementation(own)
     # One compressed vector of a token serves all heads of such a layer, in the cache too.
     is_latent = any(getattr(decoder.get_submodule(path), "kv_lora_rank", None) is not None for path in share.far)
     attend = RemapAttend(
@@ -165,7 +166,7 @@ def install_pieces(
         far=far,
         form=rotation_form(subject, site, far.inv_freq(torch.device("cpu")), share.far, share.left, refusal),
         backends=Backends(backend),
-        implementation=subject.text._attn_implementation,
+        implementation=implementation,
         drops=share.reads_keys_once and not is_latent,
     )
     if isinstance(method, RetrievalHeads):
@@ -176,7 +177,7 @@ def install_pieces(
         by_layer, notes = dict.fromkeys(share.far, attend), attend.far.notes(drops=attend.drops)
     if is_latent and (far.reach or isinstance(method, RetrievalHeads)):
         notes += ("The cache holds all tokens: in latent attention one vector of a token serves all heads.",)
-    install_attention(subject, site, by_layer, edits, left=share.left)
-    exact = attend.exact_length
-    first = (f"Texts of up to {exact:,} tokens are read as without the extension.",) if exact else ()
+    install_attention(subject, site, by_layer, edits, left=share.left, implementation=implementation)
+    exact, capped = attend.exact_length, "" if implementation == own else f", but under the soft cap that {own} drops"
+    first = (f"Texts of up to {exact:,} tokens are read as without the extension{capped}.",) if exact else ()
     return (*first, *share.notes(), *notes)

@@ -312,3 +312,17 @@ def test_positions_along_several_axes_are_refused_where_they_differ() -> None:
     require_equal(logits(model, inputs, position_ids=places.expand(4, 1, -1)), logits(model, inputs))
     with pytest.raises(IncompatibleError, match="differ, as in a text with an image or a video"):
         logits(model, inputs, position_ids=torch.stack([places, places, places // 2, places // 3]))
+
+
+@pytest.mark.slow
+@torch.no_grad()
+def test_a_soft_cap_that_sdpa_drops_holds_in_short_and_long_texts() -> None:
+    """transformers 5.16 takes sdpa for Gemma 2: short texts, and layers of a window, went without the cap."""
+    models = [tiny("gemma2", attn_logit_softcapping=0.5, **KINDS["gemma2"].changes).double() for _ in range(2)]
+    for model, own in zip(models, ("eager", "sdpa"), strict=True):
+        model.config._attn_implementation_internal = own
+        patched(model)
+    for length in (40, LENGTH):
+        expected, found = (logits(model, tokens(length)) for model in models)
+        torch.testing.assert_close(found, expected, atol=1e-9, rtol=0)
+    assert any(note.endswith("but under the soft cap that sdpa drops.") for note in ctxext.describe(models[1]).notes)
