@@ -18,7 +18,7 @@ from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HTTPError  # type: ignore[attr-defined]
 from safetensors import SafetensorError, safe_open
 from transformers import CONFIG_MAPPING, AutoConfig, AutoTokenizer, PreTrainedConfig
-from transformers.utils import cached_file
+from transformers.utils import LEGACY_PROCESSOR_CHAT_TEMPLATE_FILE, cached_file
 
 from ctxext.checkpoints.adapters import ADAPTER_FILE, commit_in_cache, is_adapter
 from ctxext.checkpoints.gguf_file import GGUFFile
@@ -227,12 +227,27 @@ def read_tokenizer(place: StrPath, **location: Any) -> Any:
     if not is_alone and not location.keys() & {"config", "gguf_file"}:  # transformers may refuse the config by itself
         location["config"] = read_any_config(place, **location)
     try:
-        return AutoTokenizer.from_pretrained(os.fspath(place), **location)
+        tokenizer = AutoTokenizer.from_pretrained(os.fspath(place), **location)
+        if getattr(tokenizer, "chat_template", "of its own") is None and "gguf_file" not in location:
+            tokenizer.chat_template = _template_of_processor(place, location)
+        return tokenizer
     except BaseException as error:
         # tokenizers knows no class but Exception, by which it also refuses the files of newer versions.
         if type(error) is not Exception and not isinstance(error, (*UNFIT, HTTPError)):
             raise
         raise CheckpointError(f"{place} has no tokenizer that can be read: {error}{unwritable(error)}") from error
+
+
+def _template_of_processor(place: StrPath, location: LoadingOptions) -> str | None:
+    """Read the chat template that older checkpoints hold for their processor alone; None without one."""
+    config = location.get("config")
+    if not os.path.isdir(place) and (config is None or text_of(config) is config):
+        return None  # the hub is asked for checkpoints of several parts only, which have processors
+    where = {key: location[key] for key in (*OF_REPOSITORY, *OF_DOWNLOAD) if location.get(key) is not None}
+    where |= dict.fromkeys(("_raise_exceptions_for_missing_entries", "_raise_exceptions_for_connection_errors"), False)
+    path = cached_file(os.fspath(place), LEGACY_PROCESSOR_CHAT_TEMPLATE_FILE, **where)
+    template = None if path is None else read_json(Path(path)).get("chat_template")
+    return template if isinstance(template, str) else None
 
 
 def opened_gguf(place: StrPath, gguf_file: str | None = None, **location: Any) -> GGUFFile | None:

@@ -381,3 +381,23 @@ def test_the_tokenizer_beside_a_config_that_transformers_refuses(model_type: str
     assert read_tokenizer(tmp_path)("abc").input_ids == make_tokenizer(bos=True)("abc").input_ids
     inspect = ["inspect", str(tmp_path), "--text", str(tmp_path / "text.txt"), "--json"]
     assert CliRunner().invoke(app, inspect).exit_code == 0
+
+
+@pytest.mark.slow
+def test_the_chat_template_that_a_processor_alone_has_is_the_tokenizers_too(tmp_path: Path) -> None:
+    """Checkpoints that read images held it in a file of its own, which no tokenizer reads (LLaVA 1.5)."""
+    saved(tiny(), tmp_path)
+    assert read_tokenizer(tmp_path).chat_template is None
+    for content in ('{"chat_template": 7}', "{}"):
+        (tmp_path / "chat_template.json").write_text(content)
+        assert read_tokenizer(tmp_path).chat_template is None
+    (tmp_path / "chat_template.json").write_text('{"chat_template": "{{ messages[0].content }}!"}')
+    tokenizer = read_tokenizer(tmp_path)
+    said = [{"role": "user", "content": "a"}]
+    assert tokenizer.apply_chat_template(said, tokenize=False) == "a!"
+    (tmp_path / "chat_template.jinja").write_text("its own")
+    assert read_tokenizer(tmp_path).chat_template == "its own"
+    (tmp_path / "chat_template.jinja").unlink()
+    (tmp_path / "chat_template.json").write_text("{")
+    with pytest.raises(CheckpointError, match=r"chat_template\.json is not valid JSON"):
+        read_tokenizer(tmp_path)
