@@ -27,7 +27,7 @@ from ctxext.checkpoints.classes import meta_model, require_class, require_langua
 from ctxext.checkpoints.load import attached, load_saved
 from ctxext.checkpoints.source import adapter_on_hub, checked_path, gguf_inside, read_any_config, read_tokenizer
 from ctxext.core.saved import saved_extension
-from ctxext.core.subject import Subject
+from ctxext.core.subject import Subject, text_of
 from ctxext.errors import (
     CheckpointError,
     CtxextError,
@@ -223,7 +223,9 @@ def _load(
         config = None if file and weights else read_any_config(where, **trust, **file)  # a GGUF file says no dtype
     if config is not None and not masked:
         require_language_model(config, where)
-    chosen, why = (dtype, "as asked for") if dtype != "auto" else safe_dtype(getattr(config, "dtype", None), device)
+    parts = () if config is None else (config, text_of(config))  # a config of several parts may name it in one
+    kept = next((part.dtype for part in parts if part.dtype is not None), None)
+    chosen, why = (dtype, "as asked for") if dtype != "auto" else safe_dtype(kept, device)
     kind: dict[str, Any] = {"plain_class": AutoModelForCausalLM}  # what was saved extended knows its own class
     if masked:
         kind = dict.fromkeys(("plain_class", "auto_class"), AutoModelForMaskedLM)
@@ -255,7 +257,7 @@ def _load(
         tokenizer = tokenizer() if weights else tokenizer  # out of a GGUF file it takes seconds
     name = Path(named).name if Path(named).exists() else named
     name = name.split(".")[0] if name.endswith(".gguf") else name
-    stored = None if config is None or config.dtype is None else str(config.dtype).removeprefix("torch.")
+    stored = None if kept is None else str(kept).removeprefix("torch.")
     return Checkpoint(name, model.eval(), tokenizer, f"{chosen} ({why})", stored=stored)
 
 

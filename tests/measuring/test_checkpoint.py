@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, BertLMHeadModel
 
 from ctxext.errors import IncompatibleError, InvalidParameterError
+from ctxext.files import read_json
 from ctxext.measuring.checkpoint import Checkpoint, load_checkpoint
 from tests._checkpoints import rain, save_with_tokenizer
 from tests._models import bert, tiny
@@ -72,3 +75,17 @@ def test_weights_that_exceed_a_device_are_told_in_a_sentence(tmp_path: Path, mon
         InvalidParameterError, match=r"does not fit into .*: CUDA out of memory\. Tried to allocate 2\.00 GiB\. Load it"
     ):
         load_checkpoint(str(tmp_path))
+
+
+@pytest.mark.parametrize(("whole", "text"), [(None, torch.float16), (torch.float16, torch.bfloat16)])
+def test_a_dtype_that_the_text_part_alone_names_is_kept(whole: Any, text: Any, tmp_path: Path) -> None:
+    """Weights in float16 would lose three bits in bfloat16."""
+    model = tiny("gemma3").half()
+    save_with_tokenizer(model, tmp_path)
+    config = read_json(tmp_path / "config.json")
+    for part, dtype in ((config, whole), (config["text_config"], text)):
+        part["dtype"] = None if dtype is None else str(dtype).removeprefix("torch.")
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    checkpoint = load_checkpoint(str(tmp_path), device="cpu", weights=False)
+    assert checkpoint.dtype_note.startswith("fp32 (stored in float16")
+    assert checkpoint.stored == "float16"
