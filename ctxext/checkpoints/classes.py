@@ -72,6 +72,18 @@ def require_language_model(config: Any, place: str) -> None:
         )
 
 
+def way_to_run(config: Any) -> str:
+    """Return the way to run what no other program runs: `ctxext serve`, which takes classes that write text alone."""
+    served = not config.is_encoder_decoder
+    try:
+        chosen = model_class(config)
+    except IncompatibleError:
+        served = False
+    else:
+        served &= chosen is AutoModelForCausalLM or bool(chosen.can_generate())
+    return "Serve it with ctxext serve" if served else "Run it with transformers, by ctxext.load"
+
+
 def require_class(config: Any, kind: Any, place: str) -> None:
     """Raise ``IncompatibleError`` unless ``kind``, a class such as ``AutoModelForCausalLM``, takes a checkpoint."""
     if type(config) not in kind._model_mapping and kind.__name__ not in (getattr(config, "auto_map", None) or {}):

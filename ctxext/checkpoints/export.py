@@ -16,7 +16,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from ctxext.checkpoints.adapters import is_adapter
 from ctxext.checkpoints.carried import already_extended, arguments_of, plain_config
-from ctxext.checkpoints.classes import meta_model, model_class
+from ctxext.checkpoints.classes import meta_model, model_class, way_to_run
 from ctxext.checkpoints.gguf_file import scaling_in_gguf
 from ctxext.checkpoints.into_gguf import write_into_gguf
 from ctxext.checkpoints.load import extended_config, refuse_without_method
@@ -295,18 +295,15 @@ def read_extended(config: Any, served: Any = None) -> ExtensionInConfig:
         (kind, rope) for kind, rope in (rope_dicts(text) if rotary else ()) if kind is None or not is_windowed(kind)
     ]
     if not reaching:
-        way = "Serve it with ctxext serve."
-        if config.is_encoder_decoder:  # which ctxext serve refuses
-            way = "Run it with transformers, by ctxext.load."
         raise IncompatibleError(
             f"The extension of this {config.model_type} is not one of rotary positions; no runtime here has a flag "
-            f"for it. {way}"
+            f"for it. {way_to_run(config)}."
         )
     types = {rope.get("rope_type", "default") for _, rope in reaching}
     if saved is not None and not saved["stock"] and types <= {*STOCK_TYPES}:
         raise IncompatibleError(
-            f"Only ctxext reads {saved['method']['method']!r} from the config of this {config.model_type}. Serve it "
-            f"with ctxext serve, or with transformers."
+            f"Only ctxext reads {saved['method']['method']!r} from the config of this {config.model_type}. "
+            f"{way_to_run(config)}."
         )
     layer_type = reaching[0][0]
     trained_length, target_length, windows = _lengths(config)
@@ -321,6 +318,7 @@ def read_extended(config: Any, served: Any = None) -> ExtensionInConfig:
         scale=scale,
         unsaid={} if served is None else _changed(config, served),
         left_over=frozenset() if served is None else frozenset(field.name for field in foreign_fields(served)),
+        way_to_run=way_to_run(config),
     )
 
 

@@ -108,6 +108,7 @@ class ExtensionInConfig:
         unsaid: config fields that the files to be served do not hold yet.
         left_over: keys in the rope dict of those files that only other programs read.
         guarded: True if those files stop programs that read the fields of transformers 4.
+        way_to_run: the way to run the checkpoint that is left where no runtime can.
     """
 
     config: Any
@@ -120,6 +121,7 @@ class ExtensionInConfig:
     left_over: frozenset[str] = frozenset()
     guarded: bool = False
     pairs: int | None = None
+    way_to_run: str = "Serve it with ctxext serve"
 
     @property
     def text(self) -> Any:
@@ -277,7 +279,7 @@ def require_known_type(runtime: str, extended: ExtensionInConfig) -> None:
         raise IncompatibleError(
             f"{runtime} cannot run {extended.method!r}: the config's rope_type={extended.rope_type!r} is unknown to "
             f"{runtime}, and no setting computes the same. Extend the checkpoint by a method that plain transformers "
-            f"can express (see ctxext methods), or serve it with ctxext serve."
+            f"can express (see ctxext methods). {extended.way_to_run} otherwise."
         )
 
 

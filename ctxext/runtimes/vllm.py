@@ -127,7 +127,7 @@ class VLLM(Runtime):
         if extended.config.model_type not in REMAPPED_TYPES:
             raise IncompatibleError(
                 f"vLLM does not serve {extended.method!r} on a {extended.config.model_type}. ctxext's plugin was "
-                f"measured on {', '.join(REMAPPED_TYPES)}. Serve it with ctxext serve."
+                f"measured on {', '.join(REMAPPED_TYPES)}. {extended.way_to_run}."
             )
         note = (
             f"vLLM needs ctxext's plugin for {extended.method!r}: {install_line('vllm')}, beside "

@@ -28,6 +28,8 @@ from transformers import (
     Gemma3TextConfig,
     Gemma4TextConfig,
     LlamaConfig,
+    LlamaForCausalLM,
+    LlamaForSequenceClassification,
     LlavaConfig,
     Phi3Config,
     Qwen2_5OmniConfig,
@@ -602,3 +604,21 @@ def test_the_config_that_flags_are_for_is_named(llama: Path, tmp_path: Path) -> 
     model = AutoModelForCausalLM.from_pretrained(llama)
     ctxext.patch(model, "yarn", factor=2)
     assert export(model, to="vllm").config_sha256 == ""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("kind", "way"),
+    [
+        (LlamaForSequenceClassification, r"Run it with transformers, by ctxext\.load"),
+        (LlamaForCausalLM, "Serve it with ctxext serve"),
+    ],
+)
+def test_a_refusal_names_a_program_that_runs_the_model(kind: Any, way: str) -> None:
+    """`ctxext serve` takes what writes text."""
+    model = kind(tiny_config("llama"))
+    model.config.architectures = [kind.__name__]
+    ctxext.patch(model, "self_extend", factor=4)
+    for target in ("mlx-lm", "sglang"):
+        with pytest.raises(IncompatibleError, match=f"{way} otherwise\\."):
+            export(model, to=target)
