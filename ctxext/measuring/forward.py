@@ -164,10 +164,15 @@ def check_token_ids(input_ids: Tensor, *, least: int) -> None:
         )
 
 
-def check_known(model: nn.Module, ids: Tensor) -> None:
-    """Raise ``InvalidParameterError`` for a token that a tokenizer has and its model lacks, before the model fails."""
+def check_known(model: nn.Module, ids: Tensor, *, predicted: bool = False) -> None:
+    """Raise ``InvalidParameterError`` for a token that a tokenizer has and its model lacks, before the model fails.
+
+    Some tokens are read and never ``predicted``, such as the one for an image of Mllama.
+    """
     subject = Subject.of(model)
     known = getattr(subject.model.get_input_embeddings(), "num_embeddings", None)
+    if predicted and known is not None:
+        known = min(known, getattr(subject.model.get_output_embeddings(), "out_features", known))
     if known is not None and ids.numel() and int(ids.max()) >= known:
         raise InvalidParameterError(
             f"The text has token {int(ids.max()):,} of its tokenizer, and this {subject.kind} knows {known:,} tokens. "

@@ -58,7 +58,8 @@ def loss_by_position(
 def _pieces(model: nn.Module, input_ids: Tensor, **how: Any) -> Iterator[Float[Tensor, "batch piece"]]:
     """Yield the losses of consecutive positions; ``how`` is for ``logits_in_chunks``."""
     check_token_ids(input_ids, least=2)
-    check_known(model, input_ids)  # the last one is only predicted
+    check_known(model, input_ids[:, :1])
+    check_known(model, input_ids[:, 1:], predicted=True)
     inputs, targets = (part.to(next(model.parameters()).device) for part in (input_ids[:, :-1], input_ids[:, 1:]))
     for first, logits in logits_in_chunks(model, inputs, **how):
         wanted = targets[:, first : first + logits.shape[1]]

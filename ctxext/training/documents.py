@@ -58,7 +58,7 @@ class TokenisedDocuments:
         import pyarrow.compute
 
         largest = pyarrow.compute.max(pyarrow.compute.list_flatten(self.rows.data.column("input_ids"))).as_py()
-        check_known(model, torch.tensor([largest or 0]))
+        check_known(model, torch.tensor([largest or 0]), predicted=True)
 
     @classmethod
     def read(

@@ -112,3 +112,16 @@ def test_a_token_that_the_model_lacks_is_named_before_it_is_read() -> None:
             loss_by_position(model, ids)
         ids[0, place] = known - 1
     assert loss_by_position(model, ids).isfinite().all()
+
+
+@torch.no_grad()
+def test_a_token_that_a_model_reads_and_does_not_predict_is_named() -> None:
+    """Mllama reads a token for images, of which its head knows nothing."""
+    model, ids = tiny("mllama"), tokens(20)
+    ids[0, 0] = model.config.vocab_size
+    assert loss_by_position(model, ids).isfinite().all()
+    ids[0, 9] = model.config.vocab_size
+    assert logits(model, ids).isfinite().all()
+    with pytest.raises(InvalidParameterError, match=r"has token 128 of its tokenizer, and this mllama.* knows 128"):
+        loss_by_position(model, ids)
+    assert logits_of_answers(model, ids[0], [ids[0, :4]], [ids[0, 4:6]])[0][0].isfinite().all()
