@@ -23,6 +23,7 @@ from ctxext.errors import IncompatibleError, InvalidParameterError
 from ctxext.measuring.head import Replay, StandIn, require_pieces, shell_of
 from ctxext.models.sinusoid import remaker_of, rotates_by_table
 from ctxext.models.table import TableArchitecture
+from ctxext.models.unknown import towers_of
 
 
 def logits_in_chunks(
@@ -423,9 +424,10 @@ def turning_point(subject: Subject) -> int:
 def layers_of(model: nn.Module) -> list[nn.Module]:
     """Return the layers of a model in their order; the model beneath its head where no list of layers is found."""
     subject = Subject.of(model)
-    base, depth = subject.model, subject.text.num_hidden_layers
+    base, depth, towers = subject.model, subject.text.num_hidden_layers, towers_of(subject.model)
     stacks = [module for module in base.modules() if isinstance(module, nn.ModuleList) and len(module) == depth]
-    return list(stacks[0]) if stacks else [base.base_model]
+    of_text = [stack for stack in stacks if stack not in towers] or stacks
+    return list(of_text[0]) if of_text else [base.base_model]
 
 
 @contextlib.contextmanager

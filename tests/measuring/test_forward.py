@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
 from ctxext.core.subject import Subject
 from ctxext.errors import IncompatibleError, InvalidParameterError
@@ -15,6 +15,7 @@ from ctxext.measuring.forward import (
     cached_tokens_for,
     check_positions,
     last_position,
+    layers_of,
     logits_in_chunks,
     logits_of_answers,
 )
@@ -125,3 +126,14 @@ def test_a_token_that_a_model_reads_and_does_not_predict_is_named() -> None:
     with pytest.raises(InvalidParameterError, match=r"has token 128 of its tokenizer, and this mllama.* knows 128"):
         loss_by_position(model, ids)
     assert logits_of_answers(model, ids[0], [ids[0, :4]], [ids[0, 4:6]])[0][0].isfinite().all()
+
+
+def test_layers_that_read_pictures_are_no_layers_of_the_text() -> None:
+    """InternVL3 1B has 24 of each, and those for pictures come first."""
+    config = tiny_config("internvl", num_hidden_layers=2)
+    config.vision_config.num_hidden_layers = 2
+    with torch.device("meta"):
+        model = AutoModelForImageTextToText.from_config(config)
+    assert layers_of(model) == [*model.model.language_model.layers]
+    plain: Any = tiny("llama")
+    assert layers_of(plain) == [*plain.model.layers]
