@@ -214,6 +214,10 @@ def read_and_answer(
     # A dynamic method fits its positions to all tokens that the cache will hold.
     reach = {"ctxext_length": ids.shape[1] + len(request) + WRITTEN} if follows_length(subject) else {}
     output = causal(input_ids=ids[:, :-1], use_cache=True, logits_to_keep=positions, **reach)
+    if argument not in output:
+        raise IncompatibleError(
+            f"{type(causal).__name__} returns no cache; the demo needs one. Use `ctxext eval compare`."
+        )
     losses = F.cross_entropy(output.logits[0].float(), ids[0, positions + 1], reduction="none").cpu()
     step, margin, right = torch.cat([ids[0, -1:], request])[None], math.inf, asked.answer.tolist()
     reply: list[int] = []

@@ -39,7 +39,7 @@ from ctxext.cli.demo import (
     sentences,
 )
 from ctxext.cli.options import DemoOptions
-from ctxext.errors import InvalidParameterError
+from ctxext.errors import IncompatibleError, InvalidParameterError
 from ctxext.measuring.checkpoint import load_checkpoint
 from ctxext.measuring.labels import tokens_label
 from ctxext.measuring.loss import loss_by_position
@@ -47,7 +47,7 @@ from ctxext.measuring.statistics import PairedDifference, edges_for
 from ctxext.texts.corpus import TokenisedDocument, tokenise
 from ctxext.texts.documents import Document
 from tests._checkpoints import save_with_tokenizer
-from tests._models import byte_model
+from tests._models import byte_model, tiny, tokens
 
 TRAINED = 512
 SCORED = 64
@@ -297,3 +297,13 @@ def test_the_real_demo_shows_the_same_by_every_arithmetic(rounding: str, tmp_pat
         assert rows[name]["margin"] > 1.5
     for name in ("truncated 4096", "truncated 8192"):
         assert rows[name]["margin"] < -1.5
+
+
+def test_a_model_that_keeps_its_state_to_itself_is_refused() -> None:
+    """RecurrentGemma takes a cache like all others, and returns none."""
+    ids = tokens(40)
+    passage = Passage(TokenisedDocument("", ids, 0), torch.arange(5), torch.tensor([44]), 0)
+    with pytest.raises(IncompatibleError, match="RecurrentGemmaForCausalLM returns no cache; the demo needs one"):
+        read_and_answer(tiny("recurrent_gemma"), ids, torch.tensor([7]), passage)
+    losses, _ = read_and_answer(tiny("minimax"), ids, torch.tensor([7]), passage)
+    assert losses.isfinite().all()
