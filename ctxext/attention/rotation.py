@@ -22,7 +22,11 @@ from ctxext.probe.replaced import original_code, replaced_in
 from ctxext.rotary.sites import RotarySite
 
 FAR = 5  # a position at which slow frequencies rotate measurably, and the fastest by more than half a turn
-ROTATING = ("apply_rotary_pos_emb", "apply_rotary_pos_emb_interleave", "apply_rotary_emb")  # as transformers has them
+# As transformers has them; until 5.16 the last one also puts the axes of Qwen2-VL together.
+ROTATING = (
+    *("apply_rotary_pos_emb", "apply_rotary_pos_emb_interleave", "apply_rotary_emb"),
+    "apply_multimodal_rotary_pos_emb",
+)
 ROTATION_ERROR = 0.05  # bfloat16 rounds by less than 0.01; a wrong layout is off by about 1
 
 
@@ -105,6 +109,9 @@ def _rotated_by_code(subject: Subject, site: RotarySite, layer: nn.Module, refus
             cos, sin = (part[None] for part in site.output(Rebuild(subject).rotary(site.path), torch.tensor([0, FAR])))
             takes = [*inspect.signature(rotate).parameters]  # type: ignore[arg-type]
             angles = (torch.complex(cos, sin),) if "freqs_cis" in takes else (cos, sin)
+            if "mrope_section" in takes:
+                axes = (part.expand(3, *part.shape) for part in angles)
+                angles = (*axes, subject.text.rope_parameters["mrope_section"])
             if takes[1:2] == ["cos"]:  # one tensor at a time
                 return rotate(vector, *angles)  # type: ignore[misc, no-any-return]
             rotated: Tensor = rotate(vector, vector, *angles)[0]  # type: ignore[misc]

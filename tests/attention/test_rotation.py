@@ -33,6 +33,8 @@ KINDS = [
     "bailing_hybrid",
     "cohere",
     "glm",
+    "qwen2_vl",
+    "qwen2_5_vl",
 ]
 # In Phi's, what keeps plain transformers out is a field that is read again.
 GUARDED = ["phi3", "phimoe", "phi4_multimodal"]
@@ -56,6 +58,7 @@ def forms(monkeypatch: pytest.MonkeyPatch) -> list[RotationForm]:
 @pytest.mark.parametrize("model_type", [*KINDS, *GUARDED])
 def test_it_is_what_running_the_first_layer_shows(model_type: str, forms: list[RotationForm]) -> None:
     model, method = tiny_model(tiny_config(model_type)), METHODS["self_extend"](factor=4.0)
+    model.config.architectures = [type(model).__name__]
     extended_config(model.config, method, trained_length=TRAINED_LENGTH)
     ctxext.patch(model, method, trained_length=TRAINED_LENGTH)
     assert len(forms) == 2
