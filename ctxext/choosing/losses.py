@@ -19,7 +19,6 @@ from ctxext.measuring.labels import label_of
 from ctxext.measuring.loss import Window, loss_while
 from ctxext.measuring.readings import Reader, Reading, Readings
 from ctxext.measuring.selection import selection_windows
-from ctxext.measuring.statistics import check_finite
 from ctxext.measuring.survey import Answer, Job, LossJob, Survey, jobs_of
 from ctxext.measuring.truncation import SELECTED, UNPATCHED, tail_windows, window_name, window_of
 from ctxext.texts.corpus import TokenisedDocument
@@ -44,7 +43,6 @@ class WholeTextJob(Job):
         piece = -(-(self.text.tokens - 1) // PIECES)
         with ticking(model, self.name, self.cost / PIECES, progress):
             losses = loss_while(model, self.text.input_ids, piece=piece, go_on=lambda seen: self.stop(seen) is None)
-        check_finite(losses, self.name)
         return Answer({"item": self.text.name}, losses)
 
 

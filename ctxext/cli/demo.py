@@ -32,7 +32,7 @@ from ctxext.measuring.labels import all_of, perplexity_label, tokens_label
 from ctxext.measuring.loss_table import LossTable
 from ctxext.measuring.provenance import provenance_of
 from ctxext.measuring.readings import Reader, Readings, chosen_methods
-from ctxext.measuring.statistics import PairedDifference, check_finite
+from ctxext.measuring.statistics import PairedDifference
 from ctxext.measuring.survey import Answer, Job, Survey
 from ctxext.progress import StageBar, status, terminal
 from ctxext.quantities import duration
@@ -189,7 +189,6 @@ class ReadAndAnswer(Job):
         positions = torch.arange(last - scored, last)
         with ticking(model, self.name, self.cost, progress, passes=1):
             losses, reply = read_and_answer(model, ids, positions, self.passage)
-        check_finite(losses, self.name)
         words = self.tokenizer.decode(reply.ids, skip_special_tokens=True)
         return Answer({"item": text.name, "reply": words, "margin": reply.margin}, losses)
 

@@ -177,6 +177,8 @@ class Survey(Generic[Work]):
                     began = time.perf_counter()
                     with self._saying_what_is_kept(), explain_out_of_memory(job.name):
                         answer = job.ask(reader.model, progress)
+                        if answer.losses is not None:
+                            check_finite(answer.losses, job.name)
                     seconds = round(time.perf_counter() - began, 3)
                     about = {"key": job.key, "reading": reader.reading.name}
                     self.journal.keep(about | answer.values | {"seconds": seconds}, answer.losses)
@@ -278,9 +280,7 @@ class LossJob(Job):
             calls = 1 if self.cached is None else -(-window.positions // self.cached)
             with ticking(model, self.name, pass_cost(window.positions, self.turning_point) / calls, progress):
                 parts.append(window.losses(model, self.text.input_ids, cached=self.cached)[0])
-        losses = torch.cat(parts)
-        check_finite(losses, self.name)
-        return Answer({"item": self.text.name}, losses)
+        return Answer({"item": self.text.name}, torch.cat(parts))
 
 
 # JSON values; each task defines their meaning.
