@@ -188,9 +188,8 @@ class MeasuredLosses:
         names = [reading.name for reading in self.entered]
         plan = [repr(self.sizes), names, [stretch.text.sha256 for stretch in self.split.choosing]]
         task = [] if name == self.entered[0].name else [digest(json.dumps(plan))]
-        reading = [name, reader.reading.method, reader.reading.fingerprint]
         return WholeTextJob(
-            key=self.readings.key(reading, text=text.sha256, whole=task),
+            key=self.readings.key(reader.reading.identity, text=text.sha256, whole=task),
             cost=pass_cost(self.costs.length, self.costs.turning_point),
             reader=reader,
             name=f"{reader.reading.label}, {text.name}, {self.costs.length:,} tokens",

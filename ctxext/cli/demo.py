@@ -361,7 +361,7 @@ def plan(checkpoint: Checkpoint, options: DemoOptions, document: Document) -> De
     passage = Passage.of(text, tokenizer, length)
     jobs = [
         ReadAndAnswer(
-            key=readings.key([reading.name, reading.method, reading.fingerprint], text=passage.text.sha256),
+            key=readings.key(reading.identity, text=passage.text.sha256),
             cost=float(reading.window or length),
             reader=Reader(reading, readings, (length,)),
             name=reading.label,

@@ -303,10 +303,7 @@ def masked_jobs(
     pairs = itertools.product(readers, [(length, texts(length)) for length in lengths])
     return [
         MaskedJob(
-            key=reader.readings.key(
-                [reader.reading.name, reader.reading.method, reader.reading.fingerprint],
-                task=["losses of masked tokens", text.sha256],
-            ),
+            key=reader.readings.key(reader.reading.identity, task=["losses of masked tokens", text.sha256]),
             cost=len(text.views(reader.reading.window)) * pass_cost(reader.reading.window or length, point),
             reader=reader,
             name=f"{reader.reading.label}, {text.name}, {length:,} tokens",

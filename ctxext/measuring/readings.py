@@ -87,6 +87,11 @@ class Reading:
         return is_reference(self.name)
 
     @property
+    def identity(self) -> list[Any]:
+        """JSON values that tell its losses from those of other readings; see ``Readings.key``."""
+        return [self.name, self.method, self.fingerprint]
+
+    @property
     def window(self) -> int | None:
         """Tokens that a truncation sees; None for the best truncation, and for other readings."""
         return window_of(self.name)

@@ -255,11 +255,10 @@ class LossJob(Job):
         key: str | None = None,
     ) -> LossJob:
         """Lay out a job; the arguments determine its cost, and its key where none is given."""
-        reading = reader.reading
         return cls(
             key=key
             or reader.readings.key(
-                [reading.name, reading.method, reading.fingerprint],
+                reader.reading.identity,
                 text=text.sha256,
                 windows=[{name: value for name, value in asdict(window).items() if value != ()} for window in windows],
                 cached=cached,

@@ -160,7 +160,6 @@ def judged(session: Session, planned: PlannedChoice, choice: Choice, others: Cor
 def jobs_of(planned: PlannedChoice, reading: Reading, others: Corpus) -> list[LossJob]:
     """A candidate that reads all documents."""
     readings, length = planned.readings, planned.length
-    told = [reading.name, reading.method, reading.fingerprint]
     return [
         LossJob.of(
             Reader(reading, readings, (length,)),
@@ -168,7 +167,7 @@ def jobs_of(planned: PlannedChoice, reading: Reading, others: Corpus) -> list[Lo
             stretches(document, length),
             name=f"{reading.label}, {document.name}",
             turning_point=planned.costs.turning_point,
-            key=readings.key(told, task=["judge", length, document.sha256]),
+            key=readings.key(reading.identity, task=["judge", length, document.sha256]),
         )
         for document in others.documents
     ]

@@ -104,7 +104,7 @@ class Study:
             windows,
             name=f"{reading.label}, {document.name}, {length:,} tokens",
             turning_point=self.point,
-            key=self.model.key([reading.name, reading.method, reading.fingerprint], task=["end", start, text.sha256]),
+            key=self.model.key(reading.identity, task=["end", start, text.sha256]),
         )
 
     def asks(self, reading: Reading, length: int) -> list[PromptJob]:
