@@ -20,7 +20,7 @@ from ctxext.checkpoints.classes import meta_model, model_class, way_to_run
 from ctxext.checkpoints.gguf_file import scaling_in_gguf
 from ctxext.checkpoints.into_gguf import write_into_gguf
 from ctxext.checkpoints.load import extended_config, refuse_without_method
-from ctxext.checkpoints.source import checked_path, gguf_inside, keeps_old_readers_out, read_any_config
+from ctxext.checkpoints.source import checked_path, config_place, keeps_old_readers_out, read_any_config
 from ctxext.core.patching import extend
 from ctxext.core.saved import GUARDED_FIELD, saved_extension, saved_method, saved_sides
 from ctxext.core.scaling import is_windowed, rope_dicts, same_rope, scaling_of
@@ -157,7 +157,7 @@ def _read(
     arguments: dict[str, Any],
 ) -> tuple[Any, Any, bool]:
     """Read the extended config, the one in the files if it differs, and whether the files refuse old readers."""
-    place, inside = gguf_inside(checkpoint, {})
+    place, inside = config_place(checkpoint)
     if inside:
         if method is None or not into_gguf:
             refuse_gguf(checkpoint)
@@ -170,7 +170,6 @@ def _read(
         checked_path(place, {})
     if is_adapter(place):
         _refuse_adapter(f"{place} is an adapter", f"ctxext.load({place!r})")
-    inside.pop("quantization_config", None)
     config = read_any_config(place, trust_remote_code=trust_remote_code, **inside)
     model_class(config)  # it says so where transformers has none
     if method is None:

@@ -320,6 +320,13 @@ def gguf_inside(path: StrPath, loading: LoadingOptions) -> tuple[str, LoadingOpt
     return str(file.parent), named | loading
 
 
+def config_place(path: StrPath) -> tuple[str, LoadingOptions]:
+    """Return the directory of a checkpoint's config, and the name of the GGUF file that holds it, if one does."""
+    place, inside = gguf_inside(path, {})
+    inside.pop("quantization_config", None)  # which is about weights
+    return place, inside
+
+
 def fetched(source: Path) -> Path:
     """Return the directory or file of a checkpoint; one of the hub is downloaded into its cache.
 

@@ -112,7 +112,7 @@ def inspect(
     with status(terminal(stderr=True), f"Trying methods on {Path(checkpoint).name} ..."):  # torch alone takes seconds
         from ctxext.checkpoints.adapters import is_adapter
         from ctxext.checkpoints.inspect import inspect_adapter, inspect_checkpoint
-        from ctxext.checkpoints.source import adapter_on_hub, gguf_inside, read_tokenizer
+        from ctxext.checkpoints.source import adapter_on_hub, config_place, read_tokenizer
         from ctxext.cli.show import repeats_in, show_inspection, show_repeats
         from ctxext.texts.repeats import likeness_of
 
@@ -124,8 +124,7 @@ def inspect(
             description = inspect_adapter(place)
             print_json(description) if as_json else typer.echo(str(description))
             return
-        folder, location = gguf_inside(checkpoint, {})
-        location.pop("quantization_config", None)
+        folder, location = config_place(checkpoint)
         where: dict[str, Any] = {"trust_remote_code": trust, **location}
         inspection = inspect_checkpoint(folder, trained_length=trained_length, **where)
         tokenizer = read_tokenizer(folder, **where) if text else None

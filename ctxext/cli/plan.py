@@ -123,7 +123,7 @@ def plan(
 
     from ctxext.checkpoints.adapters import base_of, is_adapter
     from ctxext.checkpoints.load import extended_config
-    from ctxext.checkpoints.source import checked_path, gguf_inside, quantised_beside, read_any_config
+    from ctxext.checkpoints.source import checked_path, config_place, quantised_beside, read_any_config
     from ctxext.planning.plan import longest, plan_serving, plan_training, reach_of
     from ctxext.planning.quantised import stored_as
     from ctxext.training.memory import Memory
@@ -136,8 +136,7 @@ def plan(
     if is_adapter(checkpoint):
         base = base_of(checkpoint)
         raise CheckpointError(f"{checkpoint} is an adapter. Plan its base model, {base}; --lora-rank says its size.")
-    place, inside = gguf_inside(checkpoint, {})
-    file = {"gguf_file": inside["gguf_file"]} if inside else {}
+    place, file = config_place(checkpoint)
     config = read_any_config(checked_path(place, file), trust_remote_code=trust, **file)
     if (packed := quantised_beside(checkpoint, config)) is not None:
         config.quantization_config = packed

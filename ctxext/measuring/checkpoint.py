@@ -25,7 +25,7 @@ from ctxext.checkpoints.adapters import base_of, finding_base, is_adapter
 from ctxext.checkpoints.bundled import default_checkpoint
 from ctxext.checkpoints.classes import meta_model, require_class, require_language_model
 from ctxext.checkpoints.load import attached, load_saved
-from ctxext.checkpoints.source import adapter_on_hub, checked_path, gguf_inside, read_any_config, read_tokenizer
+from ctxext.checkpoints.source import adapter_on_hub, checked_path, config_place, read_any_config, read_tokenizer
 from ctxext.core.saved import saved_extension
 from ctxext.core.subject import Subject, text_of
 from ctxext.errors import (
@@ -216,8 +216,7 @@ def _load(
     adapted = is_adapter(source)
     if adapted and masked:
         raise CheckpointError(f"{source} is an adapter; merge it into its masked language model, and give that.")
-    where, inside = gguf_inside(base_of(source) if adapted else source, {})
-    file = {"gguf_file": inside["gguf_file"]} if inside else {}
+    where, file = config_place(base_of(source) if adapted else source)
     with finding_base(source, where) if adapted else contextlib.nullcontext():
         checked_path(where, file)
         config = None if file and weights else read_any_config(where, **trust, **file)  # a GGUF file says no dtype
