@@ -400,8 +400,7 @@ class Halving:
 
         judged = [name for name in sorted(left, key=place) if name != self.usual]
         others = [name for name, reach in self.reaches.items() if not reach.is_judged_inside]
-        turns = [name for pair in zip(judged, others, strict=False) for name in pair]
-        queue = [*turns, *judged[len(others) :], *others[len(judged) :]]
+        queue = [name for pair in itertools.zip_longest(judged, others) for name in pair if name is not None]
         for name in queue[self.sizes.whole :]:
             if name in others:
                 self._drop(name, "not read: the budget does not last for it")
