@@ -51,11 +51,13 @@ def write_card(
         CheckpointError: the metadata of the card cannot be read.
     """
     path, saved = directory / MODEL_CARD, model.config.ctxext
-    card = read_card(path)
+    card, description = read_card(path), describe_saved(saved, model.config.model_type)
+    is_stock = description.stock and not adapter
+    is_pipeline = ((destination or directory) / "modules.json").is_file()
     sections = [
-        f"```text\n{describe_saved(saved, model.config.model_type)}\n```",
-        _loading(model, name, adapter, trusted, ((destination or directory) / "modules.json").is_file(), cuts),
-        _serving(model, name) if not adapter else "",
+        f"```text\n{description}\n```",
+        _loading(model, name, is_stock, trusted, is_pipeline, cuts),
+        _serving(model, name, is_stock) if not adapter else "",
         _measured(results) if results else "",
     ]
     section = "\n\n".join(filter(None, [BEGIN, "## Longer context", *sections, END]))
@@ -66,7 +68,7 @@ def write_card(
     known = [*kept, *(tag for tag in tags_of(card) if tag not in kept)]
     others = [tag for tag in known if tag not in {"ctxext", *known_methods()}]
     card.data["tags"] = [*others, "ctxext", *sorted(methods)]
-    if adapter or not (trusted or describe_saved(saved, "").stock):
+    if adapter or not (trusted or is_stock):
         card.data["library_name"] = "ctxext"  # the hub shows how to load it with the library that is named
     elif card.data.get("library_name") == "ctxext":
         card.data["library_name"] = "transformers"
@@ -97,11 +99,11 @@ def read_card(path: Path) -> RepoCard:
 
 
 def _loading(
-    model: PreTrainedModel, name: str, adapter: bool, trusted: bool, is_pipeline: bool, cuts: Sequence[str]
+    model: PreTrainedModel, name: str, is_stock: bool, trusted: bool, is_pipeline: bool, cuts: Sequence[str]
 ) -> str:
     kind = type(model)
     lines = ["import ctxext", "", f"model = ctxext.load({json.dumps(name)})"]
-    if not adapter and describe_saved(model.config.ctxext, "").stock and kind.__module__.startswith("transformers."):
+    if is_stock and kind.__module__.startswith("transformers."):
         loaded = f"model = {kind.__name__}.from_pretrained({json.dumps(name)})"
         lines = [f"from transformers import {kind.__name__}", "", loaded]
         if is_pipeline:
@@ -115,13 +117,12 @@ def _loading(
     return "\n".join(["Load it:", "", "```python", *lines, "```"])
 
 
-def _serving(model: PreTrainedModel, name: str) -> str:
+def _serving(model: PreTrainedModel, name: str, is_stock: bool) -> str:
     if not model.can_generate() or model.config.is_encoder_decoder:
         return ""
-    exports, stock = exports_of(model.config, name), describe_saved(model.config.ctxext, "").stock
     commands = [
-        f"{export.command}  # {target if stock else export.notes[0]}"
-        for target, export in exports.items()
+        f"{export.command}  # {target if is_stock else export.notes[0]}"
+        for target, export in exports_of(model.config, name).items()
         if not isinstance(export, str) and export.exact
     ]
     return "\n".join(["Serve it:", "", "```bash", shlex.join(["ctxext", "serve", name]), *commands, "```"])
