@@ -89,19 +89,15 @@ def _show_verdicts(verdicts: Sequence[MethodCheck], console: Console) -> None:
 
 def show_written(written: Written) -> None:
     """Print what ``ctxext patch`` did."""
-    weights = []
-    if written.linked:
-        weights.append(f"{written.linked} linked (they are the source's: what writes into one writes into both)")
-    if written.cloned:
-        weights.append(f"{written.cloned} cloned (they take no space until they are written)")
-    if written.rewritten:
-        weights.append("rewritten (the extension changes some of them)")
-    if written.unpacked:
-        weights.append("rewritten, dequantised to bfloat16")
-    if written.copied:
-        weights.append(f"{written.copied} copied")
+    weights = {
+        f"{written.linked} linked (they are the source's: what writes into one writes into both)": written.linked,
+        f"{written.cloned} cloned (they take no space until they are written)": written.cloned,
+        "rewritten (the extension changes some of them)": written.rewritten,
+        "rewritten, dequantised to bfloat16": written.unpacked,
+        f"{written.copied} copied": written.copied,
+    }
     lines = [f"Wrote {written.directory}", *(f"stays, and cuts texts: {limit}" for limit in written.limits)]
-    lines += [str(written.description), f"weight files: {', '.join(weights)}"]
+    lines += [str(written.description), f"weight files: {', '.join(way for way, is_so in weights.items() if is_so)}"]
     lines += [f"changed {change}" for change in written.changed]
     if written.left_out:
         lines.append(f"left out, as not part of a safetensors checkpoint: {', '.join(written.left_out)}")
