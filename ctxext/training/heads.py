@@ -44,14 +44,11 @@ class RetrievalShare(TrainerCallback):  # type: ignore[misc]
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Measure the beginning of a run, and so refuse weights that processes share."""
-        if self.every is not None:
-            self._log(state, state.global_step == 0)
+        if state.global_step == 0:
+            self.on_step_end(args, state, control)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Measure where it is due."""
-        if self.every is not None:
-            self._log(state, state.global_step % self.every == 0 or state.global_step == state.max_steps)
-
-    def _log(self, state: Any, is_due: bool) -> None:
-        if is_due:
-            state.log_history.append({"step": state.global_step, SHARE: self.measure()})
+        step = state.global_step
+        if self.every is not None and (step % self.every == 0 or step == state.max_steps):
+            state.log_history.append({"step": step, SHARE: self.measure()})
