@@ -50,7 +50,6 @@ from transformers import PrinterCallback, ProgressCallback, TrainingArguments, s
 
 import ctxext
 from ctxext.checkpoints.save import require_padding
-from ctxext.core.subject import text_of
 from ctxext.files import write_json
 from ctxext.measuring.provenance import command, git_state, machine, now, versions
 from ctxext.methods import method_class
@@ -147,9 +146,6 @@ def finetune(settings: Settings, *, resume: bool = False) -> None:
     if table is None:
         model = attach_lora(model, **settings.lora.model_dump())
     trained = trained_weights(model) if table is None else str(table)
-    caching = [part for part in (model.config, text_of(model.config)) if getattr(part, "use_cache", False)]
-    for part in caching:  # of an encoder none
-        part.use_cache = False
     held = memory.apply(model)
 
     # 2. The data, cut into as many sequences as there will be steps to read them.
@@ -192,8 +188,6 @@ def finetune(settings: Settings, *, resume: bool = False) -> None:
 
     # 4. What is left of it.
     model = trainer.accelerator.unwrap_model(trainer.model, keep_fp32_wrapper=False)
-    for part in caching:
-        part.use_cache = True
     with saving(output):
         if table is None:
             trainer.save_model(str(output / "adapter"))  # in all processes: each may hold a part of the weights only

@@ -57,16 +57,14 @@ class LongTrainer(Trainer):  # type: ignore[misc]
     train_dataset: Any
 
     def __init__(
-        self,
-        *args: Any,
-        embedding_learning_rate: float | None = None,
-        **kwargs: Any,
+        self, model: nn.Module, *args: Any, embedding_learning_rate: float | None = None, **kwargs: Any
     ) -> None:
-        super().__init__(*args, **{"data_collator": collate, **kwargs})
-        self.embedding_learning_rate = embedding_learning_rate
-        self.subject = Subject.of(self.model)
-        if getattr(self.subject.text, "use_cache", False):  # the Trainer tells the whole config only
-            self.subject.text.use_cache = self.args.use_cache
+        self.subject, self.embedding_learning_rate = Subject.of(model), embedding_learning_rate
+        configs = self.subject.config, self.subject.text
+        self._caching = [config for config in configs if getattr(config, "use_cache", False)]
+        super().__init__(model, *args, **{"data_collator": collate, **kwargs})
+        for config in self._caching:  # the Trainer tells the whole config only
+            config.use_cache = self.args.use_cache
         if not _counts_tokens(type(self.subject.model)):
             # BERT's class takes the number of tokens in a step among its keywords, and no notice of it: its loss is the
             # mean of one pass, which the Trainer would add up over all that a step accumulates.
@@ -107,6 +105,8 @@ class LongTrainer(Trainer):  # type: ignore[misc]
                 return super().train(resume_from_checkpoint, **kwargs)
         finally:
             release_attention(self.subject)
+            for config in self._caching:
+                config.use_cache = True
 
     def _prepare_context_parallel_inputs(self, model: nn.Module, inputs: Given) -> Any:
         """Prepare inputs as the Trainer does, and add the length of the whole sequence for a patched model."""
