@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
 import os
 import re
 import shutil
@@ -188,7 +187,9 @@ def alone_in(output: str | Path, *, resume: bool) -> Iterator[None]:
             with saving(output):
                 Path(output).mkdir(parents=True, exist_ok=True)
             held.callback(_remove_empty, Path(output))
-        if is_ours and Path(output).is_dir():
+        if is_ours and os.name == "posix" and Path(output).is_dir():
+            import fcntl  # here, as Windows has none
+
             held.callback(os.close, place := os.open(output, os.O_RDONLY))
             try:
                 fcntl.flock(place, fcntl.LOCK_EX | fcntl.LOCK_NB)

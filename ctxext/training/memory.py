@@ -8,7 +8,6 @@ import inspect
 import numbers
 import os
 import platform
-import resource
 import sys
 from dataclasses import dataclass
 from functools import partial
@@ -225,5 +224,7 @@ def peak_memory(device: torch.device) -> int:
     """Bytes: of the GPU's memory, or the largest resident size of this process."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
+    import resource  # here, as Windows has none
+
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
