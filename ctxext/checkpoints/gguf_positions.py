@@ -88,7 +88,16 @@ def _scaling(file: GGUFFile, prefix: str, width: int) -> JsonObject:
     named = {name: _divisors(file, name, width) for name in (DIVISORS, SHORT, LONG)}
     tables = {name: table for name, table in named.items() if table is not None and (table != 1).any()}
     if kind == "yarn":
-        return _yarn(file, scaling, tables, factor=factor, scale=scale, original=original)
+        if tables:
+            raise _unreadable(file, f"says {scaling}type=yarn and holds {next(iter(tables))}, which divides beside it")
+        form: JsonObject = {
+            "rope_type": "yarn",
+            "factor": factor,
+            "original_max_position_embeddings": original,
+            "beta_fast": float(file.number(scaling + "yarn_beta_fast", 32.0)),
+            "beta_slow": float(file.number(scaling + "yarn_beta_slow", 1.0)),
+        }
+        return form if scale == 1 else form | {"attention_factor": scale * (0.1 * math.log(factor) + 1)}
     if not tables and scale == 1:
         return {} if factor == 1 else {"rope_type": "linear", "factor": factor}
     if DIVISORS in tables and len(tables) > 1:
@@ -103,21 +112,6 @@ def _scaling(file: GGUFFile, prefix: str, width: int) -> JsonObject:
         "original_max_position_embeddings": original,
         "attention_factor": scale,
     }
-
-
-def _yarn(
-    file: GGUFFile, scaling: str, tables: JsonObject, *, factor: float, scale: float, original: int
-) -> JsonObject:
-    if tables:
-        raise _unreadable(file, f"says {scaling}type=yarn and holds {next(iter(tables))}, which divides beside it")
-    form: JsonObject = {
-        "rope_type": "yarn",
-        "factor": factor,
-        "original_max_position_embeddings": original,
-        "beta_fast": float(file.number(scaling + "yarn_beta_fast", 32.0)),
-        "beta_slow": float(file.number(scaling + "yarn_beta_slow", 1.0)),
-    }
-    return form if scale == 1 else form | {"attention_factor": scale * (0.1 * math.log(factor) + 1)}
 
 
 def _divisors(file: GGUFFile, name: str, width: int) -> Float[np.ndarray, " half"] | None:
