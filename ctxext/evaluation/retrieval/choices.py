@@ -116,9 +116,21 @@ def make_prompts(
         questions = TASKS[task](alike, choices, index, random.Random(drawn))
         requests = [tokens_behind(tokenizer, request) for request in questions.requests]
         answers = [tokens_behind(tokenizer, f" {answer}") for answer in questions.answers]
+        needles = [tokens_behind(tokenizer, needle) for needle in questions.needles]
+        places, behind = random.Random(f"{drawn} depths"), max(map(len, requests)) + len(answers[0])
+        depths = sorted(places.random() for _ in needles)  # the same at every length, too
         for length in lengths:
-            behind = max(map(len, requests)) + len(answers[0])
-            text = _text(tokenizer, questions, haystack, drawn, length, behind, task)
+            text, _ = hide(
+                tokenizer,
+                _others(tokenizer, questions, length) if questions.others else haystack,
+                needles,
+                depths,
+                opening=questions.opening,
+                length=length,
+                behind=behind,
+                generator=random.Random(f"{drawn} {length}"),
+                kind=task,
+            )
             prompts.append(
                 ChoicePrompt(
                     name=f"{task} {index + 1}, {length:,} tokens",
@@ -136,25 +148,6 @@ def make_prompts(
                 )
             )
     return sorted(prompts, key=lambda prompt: prompt.length)
-
-
-def _text(
-    tokenizer: Any, questions: QuestionSet, haystack: Haystack, drawn: str, length: int, behind: int, task: str
-) -> list[int]:
-    """Hide the needles of questions at depths that are the same at every length."""
-    places = random.Random(f"{drawn} depths")
-    text, _ = hide(
-        tokenizer,
-        _others(tokenizer, questions, length) if questions.others else haystack,
-        [tokens_behind(tokenizer, needle) for needle in questions.needles],
-        sorted(places.random() for _ in questions.needles),
-        opening=questions.opening,
-        length=length,
-        behind=behind,
-        generator=random.Random(f"{drawn} {length}"),
-        kind=task,
-    )
-    return text
 
 
 def _others(tokenizer: Any, questions: QuestionSet, length: int) -> Haystack:
