@@ -85,33 +85,33 @@ def read_folder(path: Path, is_table: Callable[[Path], bool]) -> Folder:
     A file that links lead to as well is read once. Links are followed inside the folder, and in the hub's cache to
     files of the cache; see ``ctxext.files.followed``.
     """
-    folder = Folder(path)
-    _walk(path, folder, is_table, set())
+    folder, read = Folder(path), set[Path]()
+
+    def walk(place: Path) -> None:
+        for entry in sorted(place.iterdir()):
+            if entry.name.startswith("."):
+                folder.leave_out(HIDDEN, *_below(entry))
+            elif entry.is_symlink() and not _leads_inside(entry, path):
+                folder.leave_out(OUTSIDE, entry)
+            elif not os.access(entry, os.R_OK | os.X_OK * entry.is_dir()):
+                folder.leave_out(CLOSED, entry)
+            elif entry.is_dir():
+                if entry.name in FOREIGN or (entry / ENVIRONMENT).is_file():
+                    folder.leave_out(f"in {entry.name}", *_below(entry))
+                elif not entry.is_symlink():  # what a link inside the folder leads to is met without it
+                    walk(entry)
+            elif not entry.is_file():
+                folder.leave_out(SPECIAL, entry)
+            elif (file := entry.resolve()) not in read:
+                reason = None if is_table(entry) else _why_no_text(entry)
+                if reason is None:
+                    read.add(file)
+                    folder.files.append(entry)
+                else:
+                    folder.leave_out(reason, entry)
+
+    walk(path)
     return folder
-
-
-def _walk(path: Path, folder: Folder, is_table: Callable[[Path], bool], read: set[Path]) -> None:
-    for entry in sorted(path.iterdir()):
-        if entry.name.startswith("."):
-            folder.leave_out(HIDDEN, *_below(entry))
-        elif entry.is_symlink() and not _leads_inside(entry, folder.path):
-            folder.leave_out(OUTSIDE, entry)
-        elif not os.access(entry, os.R_OK | os.X_OK * entry.is_dir()):
-            folder.leave_out(CLOSED, entry)
-        elif entry.is_dir():
-            if entry.name in FOREIGN or (entry / ENVIRONMENT).is_file():
-                folder.leave_out(f"in {entry.name}", *_below(entry))
-            elif not entry.is_symlink():  # what a link inside the folder leads to is met without it
-                _walk(entry, folder, is_table, read)
-        elif not entry.is_file():
-            folder.leave_out(SPECIAL, entry)
-        elif (place := entry.resolve()) not in read:
-            reason = None if is_table(entry) else _why_no_text(entry)
-            if reason is None:
-                read.add(place)
-                folder.files.append(entry)
-            else:
-                folder.leave_out(reason, entry)
 
 
 def _leads_inside(link: Path, folder: Path) -> bool:
