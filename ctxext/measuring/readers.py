@@ -70,9 +70,15 @@ def find_readers(
     if wanted[-1] <= trained:  # inside the window, the truncated reading is the unpatched one
         references = [reading for reading in references if reading.name != TRUNCATED]
     control = bool(candidates) and unpatched and is_endless
+
+    def is_asked(reading: Reading, length: int) -> bool:
+        if beyond or reading.name == TRUNCATED or length <= trained:
+            return True
+        return reading.dynamic or length <= (reading.reach or 0) if reading.is_candidate else control
+
     readers = []
     for reading in (*references, *candidates):
-        asked = tuple(length for length in wanted if _is_asked(reading, length, trained, control, beyond))
+        asked = tuple(length for length in wanted if is_asked(reading, length))
         if asked:
             readers.append(Reader(reading, of_checkpoint if reading in candidates else original, asked))
         elif reading.is_candidate and reading.name != AS_SAVED:
@@ -124,11 +130,3 @@ def _lengths(lengths: Sequence[int], candidates: Sequence[Reading], trained: int
             f"(--method and --factor), or allow it, to see how it fails, if it has positions there (--beyond)."
         )
     return tuple(wanted)
-
-
-def _is_asked(reading: Reading, length: int, trained: int, control: bool, beyond: bool) -> bool:
-    if beyond or reading.name == TRUNCATED or length <= trained:
-        return True
-    if not reading.is_candidate:
-        return control
-    return reading.dynamic or length <= (reading.reach or 0)
