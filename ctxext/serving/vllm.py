@@ -24,7 +24,7 @@ from typing import Any
 from packaging.version import Version
 
 from ctxext.checkpoints.carried import plain_config
-from ctxext.core.saved import checked_extension, saved_method, saved_sides
+from ctxext.core.saved import saved_extension, saved_method, saved_sides
 from ctxext.core.scaling import CHUNKED, heads_of, rope_dicts
 from ctxext.core.subject import text_of
 from ctxext.errors import IncompatibleError
@@ -84,16 +84,10 @@ def served_config(config: Any, place: str, *, device: str = "cpu") -> Any:
     Raises:
         IncompatibleError: if the extension cannot be served.
     """
-    saved = getattr(config, "ctxext", None)
-    if saved is not None and not checked_extension(saved, place).get("stock"):
-        return _extended(config, checked_extension(saved, place), place, device)
-    if isinstance(getattr(config, CHUNKED, None), dict):
-        return _chunked(config, place, device)
-    return config
-
-
-def _extended(config: Any, saved: dict[str, Any], place: str, device: str) -> Any:
-    """Return the served config of a checkpoint that ctxext extended."""
+    saved = saved_extension(config, place)
+    if saved is None or saved.get("stock"):
+        is_chunked = isinstance(getattr(config, CHUNKED, None), dict)
+        return _chunked(config, place, device) if is_chunked else config
     if saved_sides(saved):
         raise IncompatibleError(f"vLLM does not serve {place}: ctxext's plugin knows no encoder-decoder.")
     name = saved_method(saved).name
