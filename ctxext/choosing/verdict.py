@@ -61,10 +61,7 @@ class HeldOut:
         """Return ``better``, ``worse`` or ``no difference``; both comparisons share the chance of 5 percent."""
         if difference is None:
             return "no difference"
-        if difference.mean <= 0:
-            return difference.verdict_of_best(COMPARED)
-        needed = difference.errors_needed(COMPARED) * difference.standard_error
-        return "worse" if difference.mean > needed else "no difference"
+        return replace(difference, baselines=COMPARED).verdict_of_best(COMPARED)
 
     def compared(self, runner_up: str = "the runner-up") -> Iterator[tuple[str, PairedDifference, str]]:
         """Yield each comparison: its name, the difference, and a verdict where one may be given."""
