@@ -219,7 +219,7 @@ def patch_with_draft(
     refuse_destination(beside)
     written = patch_checkpoint(source, destination, method, results=results, trained_length=trained_length, **given)
     same_length = given | {"factor": None, "target_length": written.description.target_length}
-    if method is not None and (not isinstance(method, str) or is_choice(method)):  # which hold the parameters
+    if not isinstance(method, str) or is_choice(method):  # which hold the parameters
         held = saved_method({"method": written.description.method})
         method = held.name
         same_length |= held.parameters()
