@@ -24,7 +24,7 @@ from ctxext.files import JsonObject, read_json, write_json
 from ctxext.measuring.checkpoint import DTYPES, Checkpoint
 from ctxext.measuring.survey import Survey
 from ctxext.progress import StageBar, terminal
-from ctxext.texts.corpus import Corpus, corpus_of
+from ctxext.texts.corpus import corpus_of
 from ctxext.texts.documents import read_documents
 from ctxext.training.figure import Gain
 from ctxext.training.settings import Settings
@@ -57,7 +57,14 @@ class BeforeAndAfter:
         self.weights = weights_digest(checkpoint.model, alone=True) if is_known else UNKNOWN
         if evaluation.text:
             self.plan = self._plan()
-            self.corpus = self._corpus(self.plan)
+            self.corpus = corpus_of(
+                read_documents(evaluation.text, split=evaluation.split, column=evaluation.column),
+                checkpoint.tokenizer,
+                tokens=self.plan.length + 1,
+                shorter=True,
+                skip=evaluation.skip,
+                limit=evaluation.documents,
+            )
             if not checkpoint.has_weights:
                 return
             survey = inside_survey(checkpoint, self.corpus, self.plan)
@@ -164,17 +171,6 @@ class BeforeAndAfter:
         model = self.checkpoint.model
         plan = make_plan(model, lengths=lengths, method=extension.method, arguments=extension.arguments())
         return replace(plan, method=None, arguments={}, trained_length=evaluation.window or plan.trained_length)
-
-    def _corpus(self, plan: PerplexityPlan) -> Corpus:
-        evaluation = self.settings.evaluation
-        return corpus_of(
-            read_documents(evaluation.text, split=evaluation.split, column=evaluation.column),
-            self.checkpoint.tokenizer,
-            tokens=plan.length + 1,
-            shorter=True,
-            skip=evaluation.skip,
-            limit=evaluation.documents,
-        )
 
     def _finish(self, survey: Survey[Any]) -> None:
         """Do all jobs with a bar. Every process does all of them, since engines may share weights."""
