@@ -217,7 +217,7 @@ def claim(output: Path, made_by: str, checkpoint: Checkpoint, **settings: object
     beside = output.with_suffix(".study.jsonl")  # of a file; a folder has the claim inside
     if output.suffix and output.exists() and not beside.exists():
         raise ResultsError(f"{output} holds results, and no {beside.name} says of which checkpoint. Move it away.")
-    journal = Journal(beside) if output.suffix else Journal(output / "study.jsonl", identity=output / "study.json")
+    journal = Journal(beside) if output.suffix else Journal(output / "study.jsonl", identity="study.json")
     of_checkpoint = {"name": checkpoint.name, "sha256": checkpoint.sha256}
     journal.claim({"made_by": made_by, "checkpoint": of_checkpoint, "settings": {"name": said, "sha256": digest(said)}})
 

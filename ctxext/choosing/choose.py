@@ -102,8 +102,8 @@ class PlannedChoice:
         self.rope = find_sites(subject, trained, scaled=own_length is not None)[0].spec
         self.candidates, self.refusals = self._tried(trying)
         assert self.readings.setting, "asked for before any method brings an attention of its own"
-        cells, identity = (None, None) if folder is None else (folder / "cells.jsonl", folder / "choosing.json")
-        self.journal = Journal(cells, self.group.process, identity=identity)
+        cells = None if folder is None else folder / "cells.jsonl"
+        self.journal = Journal(cells, self.group.process, identity="choosing.json")
         self._runtimes: dict[str, LoadedBy] = {}
         judged = sum(candidate.reach.is_judged_inside for candidate in self.candidates.values())
         self.costs = Costs(

@@ -357,7 +357,7 @@ def plan(checkpoint: Checkpoint, options: DemoOptions, document: Document) -> De
     tokenizer, prefix = checkpoint.tokenizer, special_prefix(checkpoint.tokenizer)
     text = tokenise(document, tokenizer, prefix=prefix)
     corpus = Corpus((text,), prefix_label(tokenizer, prefix), 1)
-    journal = Journal(options.output / UNFINISHED / "jobs.jsonl", identity=options.output / UNFINISHED / "demo.json")
+    journal = Journal(options.output / UNFINISHED / "jobs.jsonl", identity="demo.json")
     passage = Passage.of(text, tokenizer, length)
     jobs = [
         ReadAndAnswer(

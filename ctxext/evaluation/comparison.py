@@ -410,14 +410,14 @@ def prepare(
     jobs: list[LossJob | PromptJob] = [job for jobs in loss_jobs.values() for job in jobs]
     jobs += passkey_jobs.values()
     order = {reader: number for number, reader in enumerate(readers)}
-    path, identity = (None, None) if output is None else (output / "cells.jsonl", output / "comparison.json")
+    path = None if output is None else output / "cells.jsonl"
     group = group or ProcessGroup()
     return Comparison(
         "ctxext eval compare",
         checkpoint,
         sorted(jobs, key=lambda job: order[job.reader]),
         corpus=texts,
-        journal=Journal(path, group.process, identity=identity),
+        journal=Journal(path, group.process, identity="comparison.json"),
         group=group,
         seed=seed,
         readings=readings,

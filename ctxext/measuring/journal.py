@@ -17,7 +17,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from ctxext.errors import ResultsError
-from ctxext.files import JsonObject, parse_json, write_whole
+from ctxext.files import JsonObject, StrPath, parse_json, write_whole
 
 FORMAT = 1
 CLAIM = b'{"made_by": '  # the start of the line that claims a journal
@@ -45,18 +45,18 @@ class Journal:
     Args:
         path: File of process 0, such as ``cells.jsonl``; process 1 writes ``cells.1.jsonl`` next to it. None keeps
             everything in memory alone.
-        identity: the file that identifies the measurement; the whole folder belongs to the journal then. None where
-            the first line of the journal identifies it.
+        identity: Name of the file beside it that identifies the measurement; the whole folder belongs to the journal
+            then. None where the first line of the journal identifies it.
 
     Raises:
         ResultsError: the folder is there, and is something else's.
     """
 
-    def __init__(self, path: Path | None, process: int = 0, *, identity: Path | None = None) -> None:
+    def __init__(self, path: Path | None, process: int = 0, *, identity: StrPath | None = None) -> None:
         self.path = path
         self.folder = Path() if path is None else path.parent
         self._process = process
-        self._identity = identity
+        self._identity = None if path is None or identity is None else self.folder / identity
         self._losses = LOSSES if path is None or identity is not None else f"{path.stem}.{LOSSES}"
         self._is_whole = False
         self.in_memory: dict[str, JsonObject] = {}

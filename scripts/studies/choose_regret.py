@@ -147,7 +147,7 @@ def judged(session: Session, planned: PlannedChoice, choice: Choice, others: Cor
     """Let every candidate read the texts of the judge."""
     jobs = {one.reading.name: jobs_of(planned, one.reading, others) for one in choice.candidates}
     all_jobs = [job for some in jobs.values() for job in some]
-    journal = Journal(folder / "cells.jsonl", identity=folder / "study.json")
+    journal = Journal(folder / "cells.jsonl", identity="study.json")
     survey = Survey("choose_regret.py", session.checkpoint, all_jobs, corpus=others, journal=journal)
     session.measure(survey)
     lines = journal.finished()

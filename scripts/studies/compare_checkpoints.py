@@ -77,7 +77,7 @@ def main(
     for name in checkpoints:
         refuse_trained(name, texts.text or (), texts.split)
     console = Console(highlight=False, soft_wrap=True)
-    journal = Journal(output / "cells.jsonl", identity=output / "texts.json")
+    journal = Journal(output / "cells.jsonl", identity="texts.json")
     losses: dict[str, list[Tensor]] = {}
     cut: dict[str, dict[int, list[Tensor]]] = {}
     trained, corpus, place = 0, None, ""

@@ -369,7 +369,7 @@ def main(
         for paths in (text, held_out)
     )
     rope = find_sites(Subject.of(model), known)[0].spec
-    journal = Journal(output / "cells.jsonl", identity=output / "searches.json")
+    journal = Journal(output / "cells.jsonl", identity="searches.json")
     digest = weights_digest(model)
     journal.claim({"made_by": "compare_searches", "checkpoint": {"name": checkpoint.name, "sha256": digest}})
     study = Study(

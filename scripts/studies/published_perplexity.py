@@ -257,7 +257,7 @@ def main(
         for reader in readers
         for length in lengths
     }
-    journal = Journal(output / "cells.jsonl", session.group.process, identity=output / "study.json")
+    journal = Journal(output / "cells.jsonl", session.group.process, identity="study.json")
     every = list({job.key: job for each in jobs.values() for job in each}.values())
     survey = Survey("published_perplexity.py", checkpoint, every, corpus=corpus, journal=journal, group=session.group)
     session.measure(survey)

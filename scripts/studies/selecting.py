@@ -170,7 +170,7 @@ def main(
     point, readers = turning_point(checkpoint.subject), [Reader(reading, model, ()) for reading in used]
     jobs = {text.name: jobs_of(readers, text, total, trained, point) for text in corpus.documents}
     every = [job for each in jobs.values() for job in each.values()]
-    journal = Journal(output / "cells.jsonl", session.group.process, identity=output / "study.json")
+    journal = Journal(output / "cells.jsonl", session.group.process, identity="study.json")
     survey = Survey("selecting.py", checkpoint, every, journal=journal, group=session.group)
     console.print(f"{len(jobs)} texts of {total:,} tokens.")
     session.measure(survey)

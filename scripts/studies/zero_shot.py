@@ -335,7 +335,7 @@ def main(
         jobs += [study.reads(one, length, text) for text in corpus.documents for one in reaching(methods, length)]
         jobs += [job for reading in reaching(methods, length) for job in study.asks(reading, length)]
     # Only the checkpoint is the journal's identity: a key has the text in it, so that more texts may follow.
-    journal = Journal(output / "cells.jsonl", session.group.process, identity=output / "study.json")
+    journal = Journal(output / "cells.jsonl", session.group.process, identity="study.json")
     survey = Survey("zero_shot.py", checkpoint, jobs, journal=journal, group=session.group)
     console.print(f"{len(methods)} methods, {len(corpus.documents)} texts.")
     session.measure(survey)
