@@ -378,8 +378,9 @@ Names = Mapping[str, tuple[str, str]]
 """Method, which decides the colour, and label of each reading, by its name."""
 
 
-def _names(readings: Sequence[Reading]) -> Names:
+def _names(result: ComparisonResult, panel: FactorSeries) -> Names:
     """Return methods, and labels without the factor, which the title of the figure names."""
+    readings = (result.row(item.name).reading for item in panel.drawn)
     return {item.name: (_method(item), re.sub(rf" {TIMES}[\d.]+", "", item.label)) for item in readings}
 
 
@@ -436,9 +437,8 @@ def _draw_distances(axes: Any, rows: Sequence[tuple[Row, Score, PairedDifference
 
 
 def _by_position(result: ComparisonResult, panel: FactorSeries) -> Figure:
-    readings = [result.row(item.name).reading for item in panel.drawn]
-    names = _names(readings)
-    dynamic = [names[reading.name][1] for reading in readings if reading.dynamic]
+    names = _names(result, panel)
+    dynamic = [names[item.name][1] for item in panel.drawn if item.dynamic]
     caption = "How well each token is predicted, by its position. Shaded: the trained window."
     if dynamic:
         caption += (
@@ -461,9 +461,7 @@ def _by_position(result: ComparisonResult, panel: FactorSeries) -> Figure:
 
 
 def _against_truncation(result: ComparisonResult, panel: FactorSeries) -> Figure:
-    readings = [result.row(item.name).reading for item in panel.drawn]
-    candidates = {reading.name for reading in readings if reading.is_candidate}
-    methods = [item for item in panel.drawn if item.name in candidates]
+    methods = [item for item in panel.drawn if result.row(item.name).reading.is_candidate]
     best = next(item for item in panel.series if item.name == TRUNCATED)
     chosen = all_of(
         [
@@ -471,7 +469,7 @@ def _against_truncation(result: ComparisonResult, panel: FactorSeries) -> Figure
             for window, selected in itertools.zip_longest(best.windows, best.selected)
         ]
     )
-    names = _names(readings)
+    names = _names(result, panel)
     groups = [(*names[item.name], item.versus_truncation) for item in methods]
     spans = [f"{tokens_label(bucket.start)}-{tokens_label(bucket.stop)}" for bucket in methods[0].buckets[1:]]
     return paneled(
@@ -487,7 +485,7 @@ def _at_length(result: ComparisonResult) -> Figure:
     end, panels = result.row(TRUNCATED).scores[-1].end, []
     for panel in result.panels:
         rows = [result.row(item.name) for item in panel.drawn]
-        names = _names([row.reading for row in rows])
+        names = _names(result, panel)
         lines = [
             Line(*names[row.reading.name], [(score.length, score.end.perplexity) for score in row.scores])
             for row in rows
