@@ -78,19 +78,15 @@ class Needles(Task):
     def _context(self, size: int, needles: Sequence[str], asked: Sequence[str], generator: random.Random) -> str:
         """Write the haystack with the needles in it."""
         if self.haystack == "essay":
-            return self._in_essay(size, needles, generator)
+            text = " ".join((self._words * -(-size // len(self._words)))[:size])
+            sentences = [sentence.strip() for sentence in split_sentences(text)]
+            places = sorted(len(sentences) * depth // 100 for depth in generator.sample(DEPTHS, len(needles)))
+            return " ".join(" ".join(part) for part in inserted(sentences, [[needle] for needle in needles], places))
         lines = [NOISE] * size
         if self.haystack == "needles":
             others = distinct(size, lambda: _draw(self.kind_of_key, generator), without=asked)
             lines = [self._needle(key, _draw(self.kind_of_value, generator)) for key in others]
         return scattered(lines, needles, generator)
-
-    def _in_essay(self, size: int, needles: Sequence[str], generator: random.Random) -> str:
-        repeats = -(-size // len(self._words))
-        text = " ".join((self._words * repeats)[:size])
-        sentences = [sentence.strip() for sentence in split_sentences(text)]
-        places = sorted(len(sentences) * depth // 100 for depth in generator.sample(DEPTHS, len(needles)))
-        return " ".join(" ".join(part) for part in inserted(sentences, [[needle] for needle in needles], places))
 
     def _needle(self, key: str, value: str) -> str:
         return NEEDLE.format(kind=self.kind_of_value, key=key, value=value)
