@@ -81,7 +81,11 @@ class Journal:
         with explain_disk_error(self.path, lambda: 0):
             claimed = self._claimed(self.path)
             if claimed is None:
-                self._write_identity({"made_by": identity["made_by"], "format": FORMAT, **identity})
+                identity = {"made_by": identity["made_by"], "format": FORMAT, **identity}
+                if self._identity is None:
+                    self.append(identity)
+                else:
+                    write_whole(self._identity, json.dumps(identity, indent=1) + "\n")
                 return
         if (claimed.get("made_by"), claimed.get("format")) != (identity["made_by"], FORMAT):
             raise ResultsError(
@@ -200,12 +204,6 @@ class Journal:
                 f"--output."
             )
         return None
-
-    def _write_identity(self, identity: JsonObject) -> None:
-        if self._identity is None:
-            self.append(identity)
-        else:
-            write_whole(self._identity, json.dumps(identity, indent=1) + "\n")
 
 
 @contextlib.contextmanager
