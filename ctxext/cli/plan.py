@@ -124,6 +124,7 @@ def plan(
     from ctxext.checkpoints.adapters import base_of, is_adapter
     from ctxext.checkpoints.load import extended_config
     from ctxext.checkpoints.source import checked_path, config_place, quantised_beside, read_any_config
+    from ctxext.measuring.checkpoint import DTYPES
     from ctxext.planning.plan import longest, plan_serving, plan_training, reach_of
     from ctxext.planning.quantised import stored_as
     from ctxext.training.memory import Memory
@@ -140,8 +141,10 @@ def plan(
     config = read_any_config(checked_path(place, file), trust_remote_code=trust, **file)
     if (packed := quantised_beside(checkpoint, config)) is not None:
         config.quantization_config = packed
-    chosen, dtype = _dtype(config, asked.dtype)
-    common: dict[str, Any] = {"dtype": chosen, "quantisation": asked.quantisation, "trust_remote_code": trust}
+    dtype: str = asked.dtype
+    if dtype == "auto":
+        dtype = "fp16" if getattr(config, "dtype", None) == DTYPES["fp16"] else "bf16"
+    common: dict[str, Any] = {"dtype": DTYPES[dtype], "quantisation": asked.quantisation, "trust_remote_code": trust}
     with terminal(stderr=True).status("Planning ..."), warnings.catch_warnings():
         # PEFT reads an attribute that transformers has renamed, and says so.
         warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
@@ -197,15 +200,6 @@ def _storage_sentence(stored: Stored, dtype: str) -> str:
         )
     counted = f"Its linear layers are stored as {stored.method}, {stored.bits:.3g} bits a weight, and counted so"
     return f"{counted}." if stored.trains_packed else f"{counted} in use. Training is counted with them in {dtype}."
-
-
-def _dtype(config: Any, dtype: str) -> tuple[Any, str]:
-    """Return the dtype that a config and a user mean, and its name."""
-    from ctxext.measuring.checkpoint import DTYPES
-
-    if dtype == "auto":
-        dtype = "fp16" if getattr(config, "dtype", None) == DTYPES["fp16"] else "bf16"
-    return DTYPES[dtype], dtype
 
 
 def _as_json(plan: Breakdown | str, size: int | None) -> dict[str, Any]:
