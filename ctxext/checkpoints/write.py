@@ -164,9 +164,8 @@ def patch_checkpoint(
                 remove_left(destination.parent, destination.name)
                 partial.mkdir()
                 if is_rewritten:
-                    _write_weights(
-                        source, partial, contents, method, arguments | {"trust_remote_code": trust_remote_code}
-                    )
+                    how = arguments | {"dtype": contents.dtype, "trust_remote_code": trust_remote_code}
+                    _write_weights(load(source, method, **how), partial, contents)
                 changed, limits = _write_small_files(source, partial, contents, extended)
                 write_card(partial, model, name=destination.name, base=name, results=results, cuts=limits)
                 _prove_readable(partial, extended, trust_remote_code)
@@ -329,18 +328,12 @@ def _refuse_destination(source: Path, destination: Path) -> None:
         raise CheckpointError(f"{destination} lies inside the checkpoint that it is made from. Give a place outside.")
 
 
-def _write_weights(
-    source: Path,
-    target: Path,
-    contents: Contents,
-    method: str | Method | None,
-    arguments: dict[str, Any],
-) -> None:
-    """Load the weights, extend them and write them, with a new index where they fill several files.
+def _write_weights(extended: PreTrainedModel, target: Path, contents: Contents) -> None:
+    """Write the weights of an extended model, with a new index where they fill several files.
 
-    They stay in the dtype that they have, whatever the config says: of several, in one that rounds none.
+    They stay in the dtype that they had, whatever the config says: of several, in one that rounds none.
     """
-    load(source, method, dtype=contents.dtype, **arguments).save_pretrained(target)
+    extended.save_pretrained(target)
     contents.others = [path for path in contents.others if not weights_of(path.name).endswith(".safetensors")]
     contents.left_out += sorted(contents.tensors.keys() - contents.read - {path.name for path in contents.unread})
 
