@@ -25,7 +25,7 @@ from torch.nn import functional
 
 from ctxext.core.subject import Subject
 from ctxext.errors import InvalidParameterError
-from ctxext.evaluation.trials import HidingPrompt, TrialReport, Trials, without
+from ctxext.evaluation.trials import TrialReport, Trials, without
 from ctxext.files import digest
 from ctxext.measuring.checkpoint import Checkpoint
 from ctxext.measuring.forward import (
@@ -39,7 +39,7 @@ from ctxext.measuring.forward import (
 )
 from ctxext.measuring.readings import Reader, Reading, Readings
 from ctxext.measuring.statistics import check_finite
-from ctxext.measuring.survey import PromptJob, Survey, Trial, jobs_of
+from ctxext.measuring.survey import Prompt, PromptJob, Survey, Trial, jobs_of
 from ctxext.measuring.truncation import UNPATCHED
 from ctxext.texts.corpus import special_prefix, tokens_behind
 from ctxext.texts.haystack import Haystack, hide, noise
@@ -89,7 +89,7 @@ class Passkey:
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class PasskeyPrompt(HidingPrompt):
+class PasskeyPrompt(Prompt):
     """One passkey prompt of a grid."""
 
     seed: int

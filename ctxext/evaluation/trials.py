@@ -14,10 +14,9 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from ctxext.measuring.forward import pass_cost
 from ctxext.measuring.provenance import Provenance, Report, from_json
 from ctxext.measuring.statistics import wilson_interval
-from ctxext.measuring.survey import Prompt, PromptJob, Survey
+from ctxext.measuring.survey import PromptJob, Survey
 from ctxext.measuring.truncation import UNPATCHED
 
 KEPT = 0.85
@@ -25,26 +24,6 @@ KEPT = 0.85
 # Not typing.Self, as in methods/base.py.
 TrialsT = TypeVar("TrialsT", bound="Trials")
 ReportT = TypeVar("ReportT", bound="TrialReport")
-
-
-@dataclass(frozen=True, eq=False, kw_only=True)
-class HidingPrompt(Prompt):
-    """Prompt with something hidden in it.
-
-    Args:
-        prefix: Special tokens in front, which every window keeps there.
-    """
-
-    prefix: int
-    turning_point: int
-
-    def cost(self, tokens: int) -> float:
-        """Estimate the cost of one pass, in the units of ``pass_cost``."""
-        return pass_cost(tokens, self.turning_point)
-
-    def dropped(self, window: int | None) -> int:
-        """Return the tokens behind the prefix that a window leaves no room for."""
-        return 0 if window is None else max(0, self.length - window)
 
 
 def without(tokens: Int[Tensor, " tokens"], dropped: int, *, prefix: int) -> Int[Tensor, " kept"]:

@@ -286,23 +286,30 @@ class LossJob(Job):
 Trial = JsonObject
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, kw_only=True)
 class Prompt(abc.ABC):
-    """One prompt and how to ask it.
+    """One prompt with something hidden in it, and how to ask it.
 
     Args:
         identity: all that an answer depends on, except the reader, as JSON values.
         least: Tokens of the smallest window that shows some of the text.
+        prefix: Special tokens in front, which every window keeps there.
     """
 
     name: str
     length: int
     identity: Any
-    least: int = 0
+    least: int
+    prefix: int
+    turning_point: int
 
-    @abc.abstractmethod
     def cost(self, tokens: int) -> float:
         """Estimate the cost of reading so many tokens of it, in the units of ``pass_cost``."""
+        return pass_cost(tokens, self.turning_point)
+
+    def dropped(self, window: int | None) -> int:
+        """Return the tokens behind the prefix that a window leaves no room for."""
+        return 0 if window is None else max(0, self.length - window)
 
     @abc.abstractmethod
     def ask(self, model: nn.Module, window: int | None, name: str, progress: Progress) -> Trial:

@@ -27,11 +27,11 @@ from torch.nn import functional
 from ctxext.errors import InvalidParameterError, refuse_unknown
 from ctxext.evaluation.retrieval import TASK_NAMES
 from ctxext.evaluation.retrieval.questions import LEAST_CHOICES, MOST_CHOICES, TASKS, QuestionSet, alike_for
-from ctxext.evaluation.trials import HidingPrompt, TrialReport, Trials, relative_effective_length, without
+from ctxext.evaluation.trials import TrialReport, Trials, relative_effective_length, without
 from ctxext.files import digest
 from ctxext.measuring.forward import SMALL_MODEL, Progress, logits_of_answers, ticking
 from ctxext.measuring.statistics import CHANCE, PairedDifference, check_finite, grouped_difference
-from ctxext.measuring.survey import Trial
+from ctxext.measuring.survey import Prompt, Trial
 from ctxext.texts.corpus import special_prefix, tokens_behind
 from ctxext.texts.haystack import Haystack, hide, noise
 
@@ -39,7 +39,7 @@ SAMPLES, CHOICES = 10, 4
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class ChoicePrompt(HidingPrompt):
+class ChoicePrompt(Prompt):
     """One text and the questions about it; with the longest request and an answer it has exactly ``length`` tokens.
 
     Args:

@@ -18,11 +18,11 @@ from torch import Tensor, nn
 from ctxext.errors import InvalidParameterError
 from ctxext.evaluation.ruler.tasks import choose
 from ctxext.evaluation.ruler.tasks.base import Question, Setting, Task, all_of, largest_fit
-from ctxext.evaluation.trials import HidingPrompt, TrialReport, Trials, relative_effective_length, without
+from ctxext.evaluation.trials import TrialReport, Trials, relative_effective_length, without
 from ctxext.files import digest
 from ctxext.measuring.forward import GREEDY, SMALL_MODEL, Progress, check_known, ticking
 from ctxext.measuring.statistics import check_finite
-from ctxext.measuring.survey import Trial
+from ctxext.measuring.survey import Prompt, Trial
 from ctxext.texts.conversations import content_for
 from ctxext.texts.corpus import special_prefix, tokenizer_digest
 from ctxext.texts.documents import Document
@@ -155,7 +155,7 @@ def _prefix(tokenizer: Any, prompt: Int[Tensor, " tokens"]) -> int:
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class RulerPrompt(HidingPrompt):
+class RulerPrompt(Prompt):
     """One prompt of one task at one length, drawn when it is asked."""
 
     task: Task
