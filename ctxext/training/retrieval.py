@@ -25,10 +25,7 @@ from ctxext.texts.haystack import inserted
 from ctxext.training.sequences import IGNORED, DerivedSequences, Item, Sequences
 from ctxext.training.settings import RETRIEVAL, Retrieval
 
-NAMES = (
-    *("Ada", "Bruno", "Clara", "Dario", "Edith", "Felix", "Greta", "Hugo", "Irene", "Jonas", "Karin", "Leo"),
-    *("Mina", "Nora", "Oscar", "Paula", "Ralf", "Sonja", "Theo", "Vera"),
-)
+NAMES = "Ada Bruno Clara Dario Edith Felix Greta Hugo Irene Jonas Karin Leo Mina Nora Oscar Paula Ralf Sonja Theo Vera"
 LOCKERS, CHAINS, LINKS = 4, 2, 3  # the most sentences of a kind in a sequence; the question is about one
 PASSAGE = (16, 64)  # tokens of a passage to repeat
 BEGINNING = 8  # first tokens of a repeated passage, which identify it and are not to be predicted
@@ -187,7 +184,8 @@ class RetrievalSequences(DerivedSequences):
         return self._ends[token]
 
     def _names(self, count: int, random: np.random.Generator) -> list[str]:
-        return [NAMES[number] for number in random.permutation(len(NAMES))[:count]]
+        names = NAMES.split()
+        return [names[number] for number in random.permutation(len(names))[:count]]
 
     def _tokens(self, text: str) -> Int[Tensor, " tokens"]:
         return torch.tensor(tokens_behind(self.tokenizer, text), dtype=torch.long)

@@ -50,7 +50,7 @@ TOPICS = """
 autumn birds breakfast cities cooking dreams families farming football history holidays languages mathematics
 medicine mountains music painting poetry politics railways sailing schools ships stars theatre weather
 """
-GOODS = ("apples", "books", "candles", "carpets", "chairs", "clocks", "coats", "lamps", "lemons", "shoes", "spoons")
+GOODS = "apples books candles carpets chairs clocks coats lamps lemons shoes spoons"
 ORDINALS = ("first", "second", "third", "fourth", "fifth", "sixth", "seventh", "eighth")
 
 ROUND = "User: Give me a code word for {topic}.\nAssistant: The code word is {word}.\n"
@@ -140,7 +140,7 @@ def associations(alike: Alike, choices: int, index: int, generator: random.Rando
 def aggregate(alike: Alike, choices: int, index: int, generator: random.Random) -> QuestionSet:
     """Ask for the numbers of entries of people in a ledger, for the most frequent, or for sums, in turns."""
     names = alike(NAMES.split(), choices, generator)
-    goods = generator.sample(GOODS, choices)
+    goods = generator.sample(GOODS.split(), choices)
     # Each entry: who, what and how many.
     entries: list[tuple[str, str, int]] = []
     if index % 3 == 0:
