@@ -434,11 +434,6 @@ def _save_marked(
     write_whole(directory / EXTENSION_FILE, json.dumps(saved, indent=2, sort_keys=True))
 
 
-def _is_guarded(value: object) -> bool:
-    """Return whether a value begins as the sentence; the rest of it may differ between versions."""
-    return isinstance(value, str) and value.startswith(GUARD)
-
-
 def read_beside(path: Path) -> JsonObject:
     """Read the file that ctxext writes next to an adapter.
 
@@ -466,7 +461,9 @@ def read_extension(directory: Path, *, plain: bool = False, base: Any = None) ->
     require_package("peft", "train", f"{directory} is an adapter; reading it takes", CheckpointError)
     path = directory / EXTENSION_FILE
     adapter, is_extended = read_json(directory / ADAPTER_FILE), path.is_file()
-    if not is_extended and any(_is_guarded(adapter.get(field)) for field in GUARDED_FIELDS):
+    # The rest of the sentence may differ between versions.
+    guarded = {field for field in GUARDED_FIELDS if str(adapter.get(field)).startswith(GUARD)}
+    if not is_extended and guarded:
         raise CheckpointError(
             f"{directory} is an adapter of an extended model without its {EXTENSION_FILE}: saving was interrupted, or "
             f"that file was not copied along. Copy it too, or save the adapter again with ctxext.save."
@@ -488,7 +485,7 @@ def read_extension(directory: Path, *, plain: bool = False, base: Any = None) ->
     if not is_extended:
         return SavedAdapter(directory, carried or {}, _peft_config(directory, directory))
     saved = read_beside(path)
-    if {field for field in GUARDED_FIELDS if _is_guarded(adapter.get(field))} != saved["guarded"].keys():
+    if guarded != saved["guarded"].keys():
         raise CheckpointError(
             f"{directory / ADAPTER_FILE} is not the one that {EXTENSION_FILE} was written for: saving was interrupted, "
             f"or another adapter was saved over it. Save the adapter again with ctxext.save."
