@@ -210,15 +210,16 @@ def command(arguments: Sequence[str] | None = None) -> str:
 
 def git_state(directory: str | Path = ".") -> JsonObject | None:
     """Return the commit of a directory and whether tracked files differ from it; None outside of git."""
-    git = ["git", "-C", str(directory)]
+
+    def said(*words: str) -> str:
+        git = ["git", "-C", str(directory), *words]
+        return subprocess.run(git, capture_output=True, text=True, check=True).stdout.strip()
+
     try:
-        commit = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True, check=True)
-        changes = subprocess.run(
-            [*git, "status", "--porcelain", "--untracked-files=no"], capture_output=True, text=True, check=True
-        )
+        commit, changes = said("rev-parse", "HEAD"), said("status", "--porcelain", "--untracked-files=no")
     except (FileNotFoundError, subprocess.CalledProcessError):  # no git here, no repository, or one without commits
         return None
-    return {"commit": commit.stdout.strip(), "dirty": bool(changes.stdout.strip())}
+    return {"commit": commit, "dirty": bool(changes)}
 
 
 def _processor() -> str:
