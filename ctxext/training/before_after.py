@@ -81,10 +81,9 @@ class BeforeAndAfter:
         asked = self.settings.evaluation.model_dump() | {"format": PerplexityResult.FORMAT, "judged": passkey.JUDGED}
         # A run that was killed before its first checkpoint leaves its directory to a new run, perhaps a different one.
         asked["of"] = self.settings.model_dump(include={"dtype", "quantisation", "seed", "extension"})
-        asked["of"]["checkpoint"] = self.checkpoint.sha256
+        asked["of"] |= {"checkpoint": self.checkpoint.sha256, "weights": self.weights}
         if self.plan is not None:
             asked["of"]["corpus"] = self.corpus.sha256
-        asked["of"]["weights"] = self.weights
         stored = read_json(path) if path.is_file() else {}
         began = stored.get("evaluation", {}).get("of", {}).get("weights", self.weights)
         if resumes and began != self.weights:

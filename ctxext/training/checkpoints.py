@@ -181,13 +181,13 @@ def alone_in(output: str | Path, *, resume: bool) -> Iterator[None]:
         PatchStateError: if one does already.
     """
     is_ours = os.environ.get("RANK", "0") == "0"  # of several processes of a run, one has the directory for all
-    is_new = is_ours and not resume and not Path(output).exists()
+    folder = Path(output)
     with contextlib.ExitStack() as held:
-        if is_new:
+        if is_ours and not resume and not folder.exists():
             with saving(output):
-                Path(output).mkdir(parents=True, exist_ok=True)
-            held.callback(_remove_empty, Path(output))
-        if is_ours and os.name == "posix" and Path(output).is_dir():
+                folder.mkdir(parents=True, exist_ok=True)
+            held.callback(_remove_empty, folder)
+        if is_ours and os.name == "posix" and folder.is_dir():
             import fcntl  # here, as Windows has none
 
             held.callback(os.close, place := os.open(output, os.O_RDONLY))
