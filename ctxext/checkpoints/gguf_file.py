@@ -155,18 +155,19 @@ class GGUFFile:
         refuse_existing(out)
         if self._reader.byte_order != "I":
             raise CheckpointError(f"{self.path} has the opposite byte order to this machine. Copy it on another.")
-        start, size = int(self._reader.data_offset), self.path.stat().st_size
-        info, data, offset = (b"", b"", 0) if tensor is None else self._placed(*tensor, size - start)
+        start = int(self._reader.data_offset)
+        size = self.path.stat().st_size - start
+        info, data, offset = (b"", b"", 0) if tensor is None else self._placed(*tensor, size)
         head = self._head(keys, drop, info)
         try:
             with whole_file(out) as half, self.path.open("rb") as reading, half.open("wb") as writing:
                 writing.write(head.ljust(self._padded(len(head)), b"\0"))
                 begin = writing.tell()
                 reading.seek(start)
-                copy_counted(reading, writing, size - start, progress)
+                copy_counted(reading, writing, size, progress)
                 writing.seek(begin + offset)
                 writing.write(data)
-                writing.truncate(begin + self._padded(max(size - start, offset + len(data))))
+                writing.truncate(begin + self._padded(max(size, offset + len(data))))
                 writing.flush()
                 os.fsync(writing.fileno())
                 refuse_existing(out)  # made meanwhile, and a rename would replace it
