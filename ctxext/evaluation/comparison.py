@@ -166,6 +166,11 @@ class ComparisonResult:
         return next(row for row in self.rows if row.reading.name == name)
 
     @property
+    def texts(self) -> int:
+        """The number of texts that were read."""
+        return len(self.provenance["documents"])
+
+    @property
     def candidates(self) -> tuple[Row, ...]:
         """The rows of extensions."""
         return tuple(row for row in self.rows if row.reading.is_candidate)

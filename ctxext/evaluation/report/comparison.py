@@ -52,7 +52,7 @@ def comparison_page(result: ComparisonResult) -> Page:
         *_figures(result),
         Heading("Numbers"),
         _whole_texts(result),
-        *([_single_documents(result)] if len(result.provenance["documents"]) > 1 else []),
+        *([_single_documents(result)] if result.texts > 1 else []),
         _methods(result),
         Heading("How to read this"),
         *_explanations(result),
@@ -64,7 +64,7 @@ def comparison_page(result: ComparisonResult) -> Page:
 
 
 def _explanations(result: ComparisonResult) -> list[str]:
-    windows, several = windows_in_words(result.trained_length, "or"), len(result.provenance["documents"]) > 1
+    windows, several = windows_in_words(result.trained_length, "or"), result.texts > 1
     texts = "these" if several else "this one"
     others = "" if result.unit == "documents" else ", not how other texts would differ"
     return [
@@ -107,7 +107,7 @@ def headline(result: ComparisonResult) -> str:
     best = f"At {length} tokens, the {f'best {kind} is {name}' if verdict.candidates > 1 else f'{kind} is {name}'}"
     difference = verdict.versus_truncation
     gap = f"{abs(difference.mean):.3f} ± {difference.standard_error:.3f} nats per token"
-    where = difference.scope(len(result.provenance["documents"]))
+    where = difference.scope(result.texts)
     truncation = f"the best truncation, seeing only the last {window} tokens"
     if verdict.selected:
         truncation = f"chunks chosen within {window} tokens, the best of truncations and selection"
@@ -128,7 +128,7 @@ def verdict_line(result: ComparisonResult, verdict: Verdict) -> str:
     """Give the verdict at one length in one line."""
     row = result.row(verdict.best)
     kind = "best" if row.reading.is_reference else "best zero-shot"
-    where = verdict.versus_truncation.scope(len(result.provenance["documents"]))
+    where = verdict.versus_truncation.scope(result.texts)
     answer = {YES: f"yes{where}, by", NO: f"no{where}, by"}.get(
         verdict.beats, f"no difference that {_these_texts(result)} can show,"
     )
@@ -184,7 +184,7 @@ def hidden_keys(row: Row) -> tuple[int, int]:
 
 
 def _these_texts(result: ComparisonResult) -> str:
-    return "this text" if len(result.provenance["documents"]) == 1 else "these texts"
+    return "this text" if result.texts == 1 else "these texts"
 
 
 def _unneeded_sentence(result: ComparisonResult, verdict: Verdict) -> list[str]:
@@ -398,7 +398,7 @@ def _distances(result: ComparisonResult, verdict: Verdict) -> Figure:
     rows.sort(key=lambda item: item[2].mean)
     end, window = tokens_label(verdict.length), tokens_label(verdict.window)
     words = "; ".join(f"{row.reading.label} {gap}" for row, _, gap in rows)
-    dots = " Small dots: each document." if len(result.provenance["documents"]) > 1 else ""
+    dots = " Small dots: each document." if result.texts > 1 else ""
     seen, truncations = "chunks within" if verdict.selected else "the last", windows_in_words(result.trained_length)
     panel = Panel(lambda axes: _draw_distances(axes, rows), words, (5.4, 0.7 + 0.29 * len(rows)))
     return paneled(
