@@ -125,7 +125,7 @@ def read_any_config(
         IncompatibleError: a rope dict without its base.
         VerificationError: somebody changed one of the two forms in which an extended config says its positions.
     """
-    path = Path(place) / location.get("subfolder", "") / "config.json"
+    where, path = os.fspath(place), Path(place) / location.get("subfolder", "") / "config.json"
     has_config = path.is_file() and not location.get("gguf_file")  # a GGUF file has a config inside
     raw = PreTrainedConfig._decode_special_floats(read_json(path)) if has_config else {}
     if "auto_map" in raw and raw.get("model_type") not in CONFIG_MAPPING and not trust_remote_code:
@@ -141,7 +141,7 @@ def read_any_config(
             raw, _ = PreTrainedConfig.get_config_dict(place, **location)
         guarded = [name for name, value in raw.items() if value == GUARD]
         if guarded:
-            original = checked_extension(raw.get("ctxext"), os.fspath(place))["original"]
+            original = checked_extension(raw.get("ctxext"), where)["original"]
             raw = raw | {name: original[name] for name in guarded}
             config = CONFIG_MAPPING[raw["model_type"]].from_dict(raw, **fields)
         else:
@@ -160,11 +160,10 @@ def read_any_config(
         del config.auto_map
     if getattr(config, "_commit_hash", None) is None:  # which transformers before 5.24 or so keeps itself
         name = PurePosixPath(location.get("subfolder") or "", location.get("gguf_file") or "config.json").as_posix()
-        commit = commit_in_cache(os.fspath(place), name, cache_dir=location.get("cache_dir"))
+        commit = commit_in_cache(where, name, cache_dir=location.get("cache_dir"))
         config._commit_hash = location.get("revision") or commit
     if has_config and location.get("subfolder"):  # transformers keeps the folder above, where another config may lie
         config._name_or_path = str(path.parent)
-    where = os.fspath(place)
     _lift_extension(config, where)
     check_config(config, where)
     if "ctxext" in raw:
