@@ -206,16 +206,13 @@ class Comparison(Survey[LossJob | PromptJob]):
         """
         lines, readings = self.journal.finished(), {reading.name: reading for reading in self.readings}
 
-        def read(name: str) -> list[Tensor]:
-            lengths = self.lengths_of(readings[name])
-            measured = length if readings[name].dynamic else lengths[-1]
+        def read(name: str, end: int = length) -> list[Tensor]:
+            measured = end if readings[name].dynamic else self.lengths_of(readings[name])[-1]
             rows = [self.journal.losses(lines[job.key]) for job in self.texts[name, measured]]
             if is_short(name):
                 # Only the tail was read: nothing is dropped inside the trained window.
-                inside = self.lengths_of(readings[UNPATCHED])[0 if readings[UNPATCHED].dynamic else -1]
-                heads = [self.journal.losses(lines[job.key]) for job in self.texts[UNPATCHED, inside]]
-                rows = [torch.cat([head[: self.trained_length], row]) for head, row in zip(heads, rows, strict=True)]
-            return [row[:length] for row in rows]
+                rows = [torch.cat(parts) for parts in zip(read(UNPATCHED, self.trained_length), rows, strict=True)]
+            return [row[:end] for row in rows]
 
         names = [name for name, reading in readings.items() if length in self.lengths_of(reading)]
         return LossTable([name for name in names if name != TRUNCATED], read)
