@@ -449,16 +449,14 @@ def _scores(table: LossTable, length: int, trained: int) -> Iterator[tuple[str, 
 
 def _spans(length: int, trained: int) -> Iterator[tuple[str, int, int]]:
     """Yield kind, start and stop of every score of a length."""
-    step = trained * max(1, -(-length // (SPANS * trained)))
-    fine = max(1, -(-length // (FINE * SPANS)), trained // FINE)
-    edges = {
-        WHOLE: [0, length],
-        POSITION: [*range(0, length, step), length],
-        CURVE: [*range(0, length, fine), length],
+    steps = {
+        WHOLE: length,
+        POSITION: trained * max(1, -(-length // (SPANS * trained))),
+        CURVE: max(1, -(-length // (FINE * SPANS)), trained // FINE),
     }
-    for kind, places in edges.items():
-        for start, stop in itertools.pairwise(places):
-            yield kind, start, stop
+    for kind, step in steps.items():
+        for start in range(0, length, step):
+            yield kind, start, min(start + step, length)
 
 
 def masked_page(report: MaskedReport) -> Page:
