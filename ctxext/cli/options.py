@@ -66,8 +66,7 @@ class StrictCommand(TyperCommand):
                 raise typer.BadParameter("given more than once; this command takes one.", ctx=ctx, param=option)  # type: ignore[arg-type]
         rest: list[str] = super().parse_args(ctx, args)
         for option in self.params:
-            value = ctx.params.get(option.name)
-            for number in value if isinstance(value, list | tuple) else [value]:
+            for number in _each(ctx.params.get(option.name)):
                 if isinstance(number, int | float) and abs(number) > LARGEST:
                     raise typer.BadParameter(f"out of range. Give {LARGEST:,} at most.", ctx=ctx, param=option)  # type: ignore[arg-type]
         return rest
@@ -118,18 +117,20 @@ class StrictCommand(TyperCommand):
             raise typer.Exit(1) from error
 
 
+def _each(value: Any) -> Sequence[Any]:
+    """Return the values of an option that may be given several times, once, or not at all."""
+    return value if isinstance(value, list | tuple) else [value] if value else ()
+
+
 def _refuse_files(given: Mapping[str, Any]) -> None:
     """Refuse texts that are missing, too short or trained on, and files of no model, before torch is imported."""
-    texts = given.get("text") or []
-    texts = texts if isinstance(texts, list | tuple) else [texts]
+    texts = _each(given.get("text"))
     if texts:
         # Where no documents are counted, things are hidden in one.
         lengths = given.get("length") if "documents" in given else ()
-        asked = lengths if isinstance(lengths, list | tuple) and lengths else given.get("target")
-        asked = asked if isinstance(asked, list | tuple) else [asked or 2]
+        asked = lengths if isinstance(lengths, list | tuple) and lengths else _each(given.get("target"))
         require_sources(texts, max(asked, default=2))
-        written = given.get("output")
-        for output in written if isinstance(written, list | tuple) else [written] if written else ():
+        for output in _each(given.get("output")):
             if os.path.realpath(output) in map(os.path.realpath, texts):
                 raise InvalidParameterError(f"{output} is a text that is read. Give another --output.")
             refuse_among(output, texts)
