@@ -476,20 +476,15 @@ def _loss_jobs(
     reader: Reader, documents: Sequence[TokenisedDocument], turning_point: int
 ) -> dict[tuple[str, int], list[LossJob]]:
     """Lay out the texts by the name of the reading and the length; one pass gives a static reading's every length."""
-    jobs: dict[tuple[str, int], list[LossJob]] = {}
-    for length in reader.lengths if reader.reading.dynamic else reader.lengths[-1:]:
-        for document in documents:
-            text = document.take(length + 1)
-            whole = [Window(0, length + 1, length)]
-            job = LossJob.of(
-                reader,
-                text,
-                reader.beyond(text, length) if is_short(reader.reading.name) else whole,
-                name=f"{reader.reading.label}, {document.name}, {length:,} tokens",
-                turning_point=turning_point,
-            )
-            jobs.setdefault((reader.reading.name, length), []).append(job)
-    return jobs
+    name, label = reader.reading.name, reader.reading.label
+
+    def job(text: TokenisedDocument, length: int) -> LossJob:
+        windows = reader.beyond(text, length) if is_short(name) else [Window(0, length + 1, length)]
+        about = f"{label}, {text.name}, {length:,} tokens"
+        return LossJob.of(reader, text, windows, name=about, turning_point=turning_point)
+
+    lengths = reader.lengths if reader.reading.dynamic else reader.lengths[-1:]
+    return {(name, length): [job(document.take(length + 1), length) for document in documents] for length in lengths}
 
 
 def _passkey_jobs(reader: Reader, prompts: Sequence[PasskeyPrompt]) -> dict[tuple[str, PasskeyPrompt], PromptJob]:
