@@ -61,7 +61,7 @@ class Journal:
         self._is_whole = False
         self.in_memory: dict[str, JsonObject] = {}
         if path is not None and identity is not None and not process and self.folder.exists():
-            with explain_disk_error(path, lambda: 0):  # before any weights are read
+            with explain_disk_error(path):  # before any weights are read
                 self._claimed(path)
 
     def claim(self, identity: JsonObject) -> None:
@@ -78,7 +78,7 @@ class Journal:
         if self.path is None:
             return
         place = str(self._identity or self.path)
-        with explain_disk_error(self.path, lambda: 0):
+        with explain_disk_error(self.path):
             claimed = self._claimed(self.path)
             if claimed is None:
                 identity = {"made_by": identity["made_by"], "format": FORMAT, **identity}
@@ -110,7 +110,7 @@ class Journal:
         """
         if self.path is None:
             return dict(self.in_memory)
-        with explain_disk_error(self.path, lambda: 0):
+        with explain_disk_error(self.path):
             lines = [line for line in self._lines(self.path) if "key" in line]
             for line in lines:
                 for field in ("key", "file"):
@@ -207,7 +207,7 @@ class Journal:
 
 
 @contextlib.contextmanager
-def explain_disk_error(place: Path, kept: Callable[[], int], what: str = "jobs") -> Iterator[None]:
+def explain_disk_error(place: Path, kept: Callable[[], int] = lambda: 0, what: str = "jobs") -> Iterator[None]:
     """Turn an ``OSError`` while reading or writing into an error that tells the user what to do.
 
     Raises:
