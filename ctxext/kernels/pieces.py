@@ -547,10 +547,8 @@ class _Run:
         return queries
 
     def _forward(self, part: Part, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        if part.kind != FADING:
-            return self.backend.with_lse(q, k, v, self._rule(part))
-        q, k, v = _flipped(q, k, v)
-        out, lse = _flipped(*self.backend.with_lse(q, k, v, self._rule(part)))
+        q, k, v = _as_causal(part, q, k, v)
+        out, lse = _as_causal(part, *self.backend.with_lse(q, k, v, self._rule(part)))
         return out, lse
 
     def _backward(
@@ -559,10 +557,8 @@ class _Run:
         """Call the backward of a kernel, which computes scores without the bias, so ``lse`` must lack it too."""
         bias = self.pieces[part.piece].bias
         lse = lse - bias if bias else lse
-        if part.kind != FADING:
-            return self.backend.gradients(q, k, v, out, lse, grad, self._rule(part))
-        q, k, v, out, lse, grad = _flipped(q, k, v, out, lse, grad)
-        return _flipped(*self.backend.gradients(q, k, v, out, lse, grad, self._rule(part)))
+        q, k, v, out, lse, grad = _as_causal(part, q, k, v, out, lse, grad)
+        return _as_causal(part, *self.backend.gradients(q, k, v, out, lse, grad, self._rule(part)))
 
     def _rule(self, part: Part) -> PartRule:
         """Return the rule of a kernel's call; a fading part is causal when its tokens are in reverse order."""
@@ -583,9 +579,9 @@ def _heads(heads: int, kv_heads: int, most: int) -> Iterator[tuple[slice, slice]
             yield slice(start, min(start + max(1, most), stop)), slice(head, head + 1)
 
 
-def _flipped(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """Return tensors with tokens in reverse order, which turns a fading square into a causal one."""
-    return tuple(x.flip(2) for x in tensors)
+def _as_causal(part: Part, *tensors: Tensor) -> tuple[Tensor, ...]:
+    """Return tensors of a part, of a fading one in reverse order, which turns its square into a causal one."""
+    return tuple(x.flip(2) for x in tensors) if part.kind == FADING else tensors
 
 
 def _merge_into(total: Tensor, total_lse: Tensor, out: Tensor, lse: Tensor, bias: float) -> None:
