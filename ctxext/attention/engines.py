@@ -232,8 +232,7 @@ def _analysed(layout: Layout) -> Layout:
     tokens = 0 if documents is None or documents.device.type != "cpu" else int((documents >= 0).sum())
     if layout.query_length == 1 < rows and pads_little(rows, layout.key_length, tokens, layout.key_positions.device):
         return layout
-    analysed = Layout.of(layout.query_positions, layout.key_positions, layout.query_documents, layout.key_documents)
-    return replace(analysed, sees=layout.sees)
+    return Layout.of(layout.query_positions, layout.key_positions, layout.query_documents, documents, sees=layout.sees)
 
 
 OWN = Engine(_why_not_own, lambda by, layer, held: attend_as_before(by.implementation, layer))

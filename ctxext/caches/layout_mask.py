@@ -132,10 +132,9 @@ class LayoutMask:
                     self.layout.key_positions,
                     None if documents is None else documents[:, queries],
                     self.layout.key_documents,
+                    sees=self.layout.sees,
                 ),
             )
-            if self.layout.sees == "both":
-                layout = layout.both_ways
         replaced = self.replaced | {"allow_is_causal_skip": False}
         return self._with(_layout=layout, replaced=replaced, _queries=queries, _rebuilt={})
 

@@ -117,7 +117,10 @@ class Layout:
                 f"keep must be a bool tensor [batch, key], found {keep.dtype} {tuple(keep.shape)}. "
                 "A float mask is a bias. Pass what it encodes: keep, documents or a window."
             )
-        query = _tail(query, keep.shape[1])
+        key = keep.shape[1]
+        query = key if query is None else query
+        if not 0 < query <= key:
+            raise InvalidParameterError(f"query must be between 1 and the number of keys {key}, found {query}.")
         if analyse and not torch.compiler.is_compiling():
             require_no_hole("keep", keep, "Call Layout.of with explicit positions.")
         positions = (keep.long().cumsum(1) - 1).clamp(min=0)
@@ -201,6 +204,7 @@ class Layout:
         key_documents: Tensor | None = None,
         *,
         analyse: bool = True,
+        sees: Literal["past", "both"] = "past",
     ) -> Layout:
         """Return any layout from explicit positions and documents; see the module for the rule.
 
@@ -227,7 +231,7 @@ class Layout:
                 require_distinct("key", kp, kd)
             else:
                 spans, consecutive = tuple(Span(*block) for block in blocks[0]), blocks[1]
-        return cls(query_positions, key_positions, query_documents, key_documents, spans, consecutive)
+        return cls(query_positions, key_positions, query_documents, key_documents, spans, consecutive, sees=sees)
 
     @property
     def batch(self) -> int:
@@ -254,7 +258,7 @@ class Layout:
         qp, kp, qd, kd = self._each(lambda part: part[start:stop])
         if self.external_causality:
             return Layout.shard(qp)
-        return replace(Layout.of(qp, kp, qd, kd), sees=self.sees)
+        return Layout.of(qp, kp, qd, kd, sees=self.sees)
 
     def at_slots(self, slots: Int[Tensor, "rows held"]) -> Layout:
         """Return the layout of a cache that holds the keys of some slots only, in this order; the queries stay.
@@ -270,8 +274,7 @@ class Layout:
             return Layout(self.query_positions, keys, spans=(everything,), sees=self.sees)
         documents = torch.where(slots < 0, -1, self.key_documents.gather(1, slots.clamp(min=0)))
         analyse = self.query_length > 1  # a single query has no spans, and decoding must be fast
-        held = Layout.of(self.query_positions, keys, self.query_documents, documents, analyse=analyse)
-        return replace(held, sees=self.sees)
+        return Layout.of(self.query_positions, keys, self.query_documents, documents, analyse=analyse, sees=self.sees)
 
     @property
     def both_ways(self) -> Layout:
@@ -393,13 +396,6 @@ class Layout:
             self._memo[key] = entry
         result: T = entry[2]
         return result
-
-
-def _tail(query: int | None, key: int) -> int:
-    query = key if query is None else query
-    if not 0 < query <= key:
-        raise InvalidParameterError(f"query must be between 1 and the number of keys {key}, found {query}.")
-    return query
 
 
 def _require_shapes(qp: Tensor, kp: Tensor, qd: Tensor | None, kd: Tensor | None) -> None:
