@@ -136,12 +136,10 @@ class AlibiAttend:
 
 def _is_in(layout: Layout, documents: dict[int, int], fitted: int) -> Tensor:
     """Mark the queries of a row in documents of this fitted length: bool ``[1, 1, query, 1]``."""
-    if layout.query_documents is None:
-        return torch.ones(1, 1, layout.query_length, 1, dtype=torch.bool, device=layout.query_positions.device)
-    chosen = torch.tensor(
-        [d for d, length in documents.items() if length == fitted], device=layout.query_positions.device
-    )
-    return torch.isin(layout.query_documents, chosen)[:, None, :, None]
+    of_query = layout.query_documents
+    assert of_query is not None, "one document has one length"
+    chosen = torch.tensor([d for d, length in documents.items() if length == fitted], device=of_query.device)
+    return torch.isin(of_query, chosen)[:, None, :, None]
 
 
 def _extremes(positions: Tensor, documents: Tensor | None, reduction: str) -> list[dict[int, int]]:

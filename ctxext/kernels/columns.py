@@ -171,10 +171,7 @@ def require_half(reach: int, slope: float, scale: float) -> None:
 def _middle(layout: Layout) -> Int[Tensor, " batch"]:
     """Return per row the middle between the first and the last position of a key, without a device sync."""
     positions, documents = layout.key_positions, layout.key_documents
-    if documents is None:
-        low, high = positions.amin(1), positions.amax(1)
-        return low + torch.div(high - low, 2, rounding_mode="floor")
-    real = documents >= 0
+    real = torch.ones_like(positions, dtype=torch.bool) if documents is None else documents >= 0
     limits = torch.iinfo(positions.dtype)
     low = torch.where(real, positions, limits.max).amin(1)
     high = torch.where(real, positions, limits.min).amax(1)

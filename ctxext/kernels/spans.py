@@ -84,8 +84,6 @@ def find_spans(
         else:
             merged += previous
             previous = [((row, row + 1), q, k) for q, k in blocks]
-            if not blocks:
-                previous = []
     return merged + previous, consecutive
 
 
