@@ -86,7 +86,7 @@ class AlibiAttend:
             )
         half = q.shape[1] // 2
         if k.shape[1] % 2:  # a key head serves queries of both halves
-            k, v = (expand_heads(part, q.shape[1]) for part in (k, v))
+            k, v = expand_heads(q.shape[1], k, v)
         (q, q_ahead), (k, k_ahead), (v, v_ahead) = (part.chunk(2, 1) for part in (q, k, v))
         # Keep the two halves: layers find shared data by the identity of their slopes.
         first, second = layout.memo("half the slopes", lambda: (slopes[:half], slopes[half:]), owner=slopes)

@@ -212,7 +212,8 @@ class Call:
     @property
     def expanded(self) -> tuple[Tensor, Tensor]:
         """Keys and values with a head for each query head."""
-        return expand_heads(self.k, self.q.shape[1]), expand_heads(self.v, self.q.shape[1])
+        k, v = expand_heads(self.q.shape[1], self.k, self.v)
+        return k, v
 
     @property
     def evened(self) -> Call:
@@ -318,14 +319,12 @@ class AttentionBackend(ABC):
         return self.run(Call.of(q, k, v, layout, **how))
 
 
-def expand_heads(
-    x: Float[Tensor, "batch kv_heads key head_dim"], heads: int
-) -> Float[Tensor, "batch heads key head_dim"]:
-    """Repeat key or value heads so that each query head has one; return a view if it has one already."""
-    batch, kv_heads, key, head_dim = x.shape
-    if kv_heads == heads:
-        return x
-    return x[:, :, None].expand(batch, kv_heads, heads // kv_heads, key, head_dim).reshape(batch, heads, key, head_dim)
+def expand_heads(heads: int, *tensors: Tensor) -> tuple[Tensor, ...]:
+    """Repeat key or value heads so that each query head has one; return a tensor itself if it has one already."""
+    return tuple(
+        x if x.shape[1] == heads else x[:, :, None].expand(-1, -1, heads // x.shape[1], -1, -1).flatten(1, 2)
+        for x in tensors
+    )
 
 
 def evened(*tensors: Tensor) -> tuple[Tensor, ...]:

@@ -46,7 +46,7 @@ class Reference(AttentionBackend):
         """Compute some queries, ``q``, of a call."""
         layout = call.layout
         dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
-        k, v = expand_heads(k, q.shape[1]).to(dtype), expand_heads(v, q.shape[1]).to(dtype)
+        k, v = (x.to(dtype) for x in expand_heads(q.shape[1], k, v))
         scores = q.to(dtype) @ k.transpose(-1, -2) * call.scale
         if call.softcap is not None:
             scores = call.softcap * torch.tanh(scores / call.softcap)

@@ -199,7 +199,7 @@ def _fused(q: Tensor, k: Tensor, v: Tensor, rule: PartRule) -> tuple[Tensor, Ten
         sides = _sides(window)
         out, lse = aten._flash_attention_forward(*tensors, *lengths, 0.0, causal, False, scale=scale, **sides)[:2]
         return out.transpose(1, 2), lse
-    k, v = expand_heads(k, q.shape[1]), expand_heads(v, q.shape[1])
+    k, v = expand_heads(q.shape[1], k, v)
     if mask is not None:
         some = mask.any(-1, keepdim=True)
         room = (-k.shape[2]) % 16  # rows of the bias must begin at multiples of 16 bytes
@@ -263,7 +263,7 @@ class FusedKernel:
         """Run the kernel; k and v may have fewer heads than q."""
         if mask is not None or (self.need.device == "cuda" and not _is_for_flash(q)):
             # Efficient attention has no grouped heads: torch would materialise all scores.
-            k, v = expand_heads(k, q.shape[1]), expand_heads(v, q.shape[1])
+            k, v = expand_heads(q.shape[1], k, v)
         if self.need.device == "cuda":
             q, k, v = _aligned(q), _aligned(k), _aligned(v)
         grouped = False

@@ -63,7 +63,7 @@ def served_by(layout: Layout, pieces: Sequence[TurnedPiece], first: int = 0) -> 
 
 
 def attend_step(
-    call: Call, plan: StepPlan, *, settled: int = 0, sinks: Float[Tensor, " heads"] | None = None
+    call: Call, plan: StepPlan, *, settled: int = 0, sinks: Float[Tensor, " heads"] | None
 ) -> Float[Tensor, "batch heads query value_dim"]:
     """Compute attention of a few queries, without a gradient.
 
@@ -87,7 +87,7 @@ def attend_step(
             settled=settled,
         )
     batch, heads, length, slots = *q.shape[:3], v.shape[2]
-    numbers = plan.numbers if plan.numbers.shape[1] == 1 else expand_heads(plan.numbers, heads)
+    numbers = plan.numbers if plan.numbers.shape[1] == 1 else expand_heads(heads, plan.numbers)[0]
     scores = torch.full((batch, heads, length, slots), -math.inf, dtype=wide, device=q.device)
     turned: dict[Any, Tensor] = {None: call.k}
     with without_autocast(q.device):
