@@ -256,7 +256,7 @@ class TriedLayer:
     """Replacement of the attention of one layer in a trial: it records its arguments, and returns an empty result.
 
     Args:
-        mask: the layout that replaces the mask; None until the layer is called.
+        mask: the layout that replaces the mask; set when the layer is called.
         window: tokens that a query sees, of the mask or of the layer; None for all.
         keys: the keys, without data; layers that share theirs get one tensor.
         arguments: names of further arguments of the attention function that hold something.
@@ -264,7 +264,7 @@ class TriedLayer:
     """
 
     checks_window: ClassVar[bool] = False
-    mask: LayoutMask | None = None
+    mask: LayoutMask = field(init=False)
     window: int | None = None
     key_heads: int = 0
     keys: Tensor | None = None
@@ -282,13 +282,12 @@ class TriedLayer:
     @property
     def sees_both_ways(self) -> bool:
         """True if tokens see later tokens of their text."""
-        mask = self.mask
-        return mask is not None and not mask.refusal and mask.layout.sees == "both" and not mask.crosses
+        return not (self.mask.refusal or self.crosses) and self.mask.layout.sees == "both"
 
     @property
     def crosses(self) -> bool:
         """True if the keys come from an encoder."""
-        return self.mask is not None and self.mask.crosses
+        return self.mask.crosses
 
 
 @dataclass(frozen=True)
@@ -326,7 +325,7 @@ class Tried:
     def why_not_all(self) -> str | None:
         """Reason for which not all attention of the model can be replaced; None if it can."""
         for layer in self.layers.values():
-            if layer.mask is not None and layer.mask.refusal:
+            if layer.mask.refusal:
                 return layer.mask.refusal.rstrip(".")
             if layer.disputed:
                 return layer.disputed

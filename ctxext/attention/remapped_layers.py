@@ -81,7 +81,6 @@ class Share:
         above = f"{decoder}." if decoder else ""
         far, left = dict[str, TriedLayer](), dict[str, str]()
         for path, layer in tried.layers.items():
-            assert layer.mask is not None
             # In this order: what does not rotate, or sees a window only, is left alone, whatever else it computes.
             window, unknown = layer.window, layer.arguments - KNOWN_ARGUMENTS - OWN_ARGUMENTS
             if layer.crosses:
