@@ -142,7 +142,7 @@ def best_first(scores: Sequence[float]) -> list[int]:
     return sorted(range(len(scores)), key=lambda group: (-scores[group], group))
 
 
-def induction_scores(subject: Subject, *, seeds: Sequence[int] = SEEDS, lifted: bool = False) -> HeadScores:
+def induction_scores(subject: Subject, *, seeds: Sequence[int], lifted: bool = False) -> HeadScores:
     """Score the groups of a model that is not patched by induction: random tokens, then the same tokens again.
 
     Windows that the text fits into hide nothing of it, and do not count where they are to be ``lifted``.
@@ -204,7 +204,7 @@ def require_scorable(model: Any, tokenizer: Any, *, text: str | None, seeds: Seq
         probe_texts(subject, tokenizer, text, seeds)
 
 
-def with_heads(subject: Subject, method: RetrievalHeads, *, lifted: bool = False) -> RetrievalHeads:
+def with_heads(subject: Subject, method: RetrievalHeads, *, lifted: bool) -> RetrievalHeads:
     """Return the method with the numbers of the groups that read far, instead of a file of scores or None.
 
     The ``subject`` is not patched. Where the method names no heads, they are scored by induction, across windows that

@@ -60,9 +60,7 @@ class Flex(AttentionBackend):
 
     def attend(self, call: Call) -> Float[Tensor, "batch heads query value_dim"]:
         q, k, v, layout, slopes, window = call.q, call.k, call.v, call.layout, call.slopes, call.window
-        if (
-            not torch.is_grad_enabled()
-        ):  # on CPU it refuses tensors that require a gradient, even without a backward pass
+        if not torch.is_grad_enabled():  # on CPU it refuses tensors that require one, even without a backward pass
             q, k, v = q.detach(), k.detach(), v.detach()
         mask = layout.memo(("block mask", window), lambda: block_mask(layout, window))
         grouped = False
@@ -208,7 +206,7 @@ def _mask_mod(layout: Layout, window: int | None) -> Callable[..., Tensor]:
     return mask_mod
 
 
-def block_mask(layout: Layout, window: int | None = None) -> BlockMask:
+def block_mask(layout: Layout, window: int | None) -> BlockMask:
     """Return the layout's visibility in blocks, from the extremes of each block's positions and documents.
 
     Memory is one byte per *block*, while ``create_block_mask`` evaluates every pair (10 GB at 8K tokens and 16 heads).
