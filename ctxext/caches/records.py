@@ -557,7 +557,7 @@ def _guard_caches(work: Work) -> None:
     kind = DynamicGuard if method.dynamic else CacheGuard
     models = [module for module in model.modules() if isinstance(module, PreTrainedModel)]
     arguments = {module: tuple(inspect.signature(type(module).forward).parameters)[1:] for module in models}
-    taking = [module for module in models if cache_argument(module) is not None]
+    taking = [module for module in models if {*CACHE_ARGUMENTS} & {*arguments[module]}]
     unknown = next((module for module in models if "use_cache" in arguments[module]), None)
     if not taking and unknown is not None:
         raise IncompatibleError(
