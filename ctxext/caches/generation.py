@@ -120,22 +120,18 @@ def fit_to_lengths(
         description = f" have (those of a sequence of {cached_as})"
         if not cached_as:
             description = " have (rows of different lengths were picked or reordered, or a pass failed half-way)"
-        request = " Or pass ctxext_length=<tokens that the text may reach> to the first call, which fills the cache."
-        shard = (
-            " If this call holds a shard of a longer sequence, pass ctxext_length=<global length in tokens>, the same "
-            "on every rank."
-        )
         if not current_pass.continues:
             raise IncompatibleError(
                 f"Method {rule.method.name!r} follows the length of the text, and positions here begin at {before} "
-                f"without a cache. Give positions from 0, or take a method that is not dynamic.{shard}"
+                f"without a cache. Give positions from 0, or take a method that is not dynamic. If this call holds a "
+                f"shard of a longer sequence, pass ctxext_length=<global length in tokens>, the same on every rank."
             )
-        more = request if rule.by_request else ""
+        request = " Or pass ctxext_length=<tokens that the text may reach> to the first call, which fills the cache."
         raise IncompatibleError(
             f"Method {rule.method.name!r} gives a sequence of {length} tokens other positions than its {before} cached "
             f"tokens{'' if known is None else description}. The patched model's generate() recomputes the cache, "
             f"unless PEFT put a learned prompt into it. In your own loop, call the model on the whole sequence without "
-            f"a cache.{more}"
+            f"a cache.{request if rule.by_request else ''}"
         )
     cached_as = None if known is None else known.of(row, rows)  # what a row keeps that has padding alone in this call
     note_fitted_lengths(row, [max(fitted_lengths, default=rule.trained_length if cached_as is None else cached_as)])
