@@ -255,15 +255,12 @@ class DynamicForward:
             return [[((0, width), fitted)]] * batch
         lengths = []
         for index, row in enumerate(planes.amax(dim=0).tolist()):
-            if max(row) == NO_TOKEN:
-                fit_to_lengths(site.rule, index, batch, [], [], declared)
-                lengths.append([((0, width), site.rule.trained_length)])
-                continue
             cuts = [0, *(at for at in range(1, width) if _restarts(row[at - 1], row[at], len(planes))), width]
-            spans = list(pairwise(cuts))
+            spans = list(pairwise(cuts)) if max(row) != NO_TOKEN else []
             before, now = [min(row[slice(*span)]) for span in spans], [max(row[slice(*span)]) + 1 for span in spans]
             fitted_lengths = fit_to_lengths(site.rule, index, batch, before, now, declared)
-            lengths.append(list(zip(spans, fitted_lengths, strict=True)))
+            fitted_spans = list(zip(spans, fitted_lengths, strict=True))
+            lengths.append(fitted_spans or [((0, width), site.rule.trained_length)])
         return lengths
 
 
@@ -300,11 +297,11 @@ def follow_length(
             )
     for path in paths:
         rotary = subject.model.get_submodule(path)
-        here = [site for site in form.sites if site.path == path]
-        table = {}
-        for site in here:
-            frequencies = before[path, site.layer_type]
-            table[site.layer_type] = DynamicSite(rotary, site, method, form.rope_type(site), frequencies)
+        table = {
+            site.layer_type: DynamicSite(rotary, site, method, form.rope_type(site), before[path, site.layer_type])
+            for site in form.sites
+            if site.path == path
+        }
         edits.set(rotary, "forward", DynamicForward(rotary, table))
         # transformers updates frequencies by the name of the rope type; under this name it leaves them alone.
         kinds = rotary.rope_type
