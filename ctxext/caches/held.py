@@ -234,7 +234,8 @@ class HeldLayer(DynamicLayer):  # type: ignore[misc]
             IncompatibleError: if the remaining last token would see tokens that were dropped.
         """
         length = self.get_seq_length()
-        removed = removed_by(tokens_to_remove, length)
+        tokens = int(tokens_to_remove)
+        removed = min(-tokens if tokens <= 0 else max(0, length - tokens), length)
         if self.near is not None:
             self.near.crop(tokens_to_remove)  # first, because it may refuse
         if self.reach is not None and self.first_slots is not None:
@@ -312,12 +313,6 @@ def require_as_read(cache: Any, layout: Layout) -> None:
             f"a crop that was refused. Start with a new cache."
         )
     bounded.require_padding(layout)
-
-
-def removed_by(argument: int | Tensor, length: int) -> int:
-    """Return how many of ``length`` tokens a crop removes; see ``HeldLayer.crop``."""
-    tokens = int(argument)
-    return min(-tokens if tokens <= 0 else max(0, length - tokens), length)
 
 
 def is_worth_dropping(reach: Reach, layout: Layout, held: int) -> bool:
