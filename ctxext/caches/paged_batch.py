@@ -145,7 +145,7 @@ class PagedManager(ContinuousBatchingManager):  # type: ignore[misc]
 
     def _require_extended(self) -> None:
         """Raise ``PatchStateError`` if the extension of the model changed after this manager was made."""
-        guards = guards_of(self._batching.subject.model)
+        guards = guards_of(self.model)
         if not guards or guards[0].extension != self._extension:
             raise PatchStateError(
                 f"This manager of continuous batches was made while the model was extended by "
@@ -157,7 +157,7 @@ class PagedManager(ContinuousBatchingManager):  # type: ignore[misc]
         """Create what holds the paged cache, and record the extension on that."""
         self._require_extended()
         processor = super()._create_batch_processor()
-        guards_of(self._batching.subject.model)[0].claim(processor.cache)
+        guards_of(self.model)[0].claim(processor.cache)
         return processor
 
     def switch_to_cb_friendly_attn(self, *args: Any, **kwargs: Any) -> None:
