@@ -244,13 +244,12 @@ def _windows(
         both = (longest, math.floor(longest * factor))  # the stated length is that before the scaling, or that after it
         return both, both
     reached = math.floor(original * factor)
-    if longest is not None and abs(longest - reached) <= ROUNDING * reached:
+    is_product = longest is not None and abs(longest - reached) <= ROUNDING * reached
+    # Llama 3.1 was trained for twice the product, and 3.2 for half of it.
+    if longest is not None and (is_product or (kind == "llama3" and longest > original)):
         return (longest,), (original, longest)
-    if kind == "llama3" and longest is not None and longest > original:
-        return (longest,), (original, longest)  # trained for twice the product (Llama 3.1) or half of it (3.2)
-    if longest is None or original <= longest < reached:
-        return (reached,), (original, reached)  # model cards for YaRN leave the stated length unchanged
-    if longest < original and kind != "llama3":
+    # Model cards for YaRN leave the stated length unchanged.
+    if longest is None or original <= longest < reached or (longest < original and kind != "llama3"):
         return (reached,), (original, reached)
     return tuple(sorted((longest, reached))), (original, reached)
 
