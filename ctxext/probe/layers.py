@@ -54,11 +54,6 @@ class Layers:
     both_ways: frozenset[str] = frozenset()
     failure: str | None = None
 
-    @property
-    def whole_and_unrotated(self) -> frozenset[str]:
-        """Attending layers that see the whole text and do not rotate."""
-        return self.attending - self.windowed - self.rotating
-
 
 def look(model: PreTrainedModel, paths: Sequence[str]) -> Layers:
     """Run a twin of ``model`` on a few tokens without data, and return what its layers do.
@@ -136,9 +131,6 @@ WIDTHS = ("cross_attention_hidden_size", "cross_hidden_size", "hidden_size")
 def _watch(twin: nn.Module, paths: Sequence[str], marks: _Marks) -> None:
     """Mark the outputs of the rotary modules, and tell ``marks`` which layer runs."""
 
-    def enter(path: str) -> Callable[..., None]:
-        return lambda module, args: marks.entered.append(path)
-
     def leave(module: nn.Module, args: Any, output: Any) -> None:
         marks.entered.pop()
 
@@ -148,7 +140,7 @@ def _watch(twin: nn.Module, paths: Sequence[str], marks: _Marks) -> None:
 
     for path, module in twin.named_modules():
         if path.rpartition(".")[2].isdigit():
-            module.register_forward_pre_hook(enter(path))
+            module.register_forward_pre_hook(lambda module, args, path=path: marks.entered.append(path))
             module.register_forward_hook(leave)
     for path in paths:
         twin.get_submodule(path).register_forward_hook(mark_output)

@@ -250,7 +250,8 @@ def survey(subject: Subject) -> tuple[list[RotaryPlace], Layers]:
         raise IncompatibleError(
             f"This {text.model_type} has no positions to extend: none of its layers rotates by its rotary module."
         )
-    if layers.rotating and layers.rotating <= layers.windowed and layers.whole_and_unrotated:
+    whole = layers.attending - layers.windowed
+    if layers.rotating and layers.rotating <= layers.windowed and whole - layers.rotating:
         raise IncompatibleError(WINDOWS_ONLY.format(text.model_type))
     return places, layers
 
@@ -268,10 +269,9 @@ def find_places(subject: Subject) -> tuple[list[RotaryPlace], list[str]]:
     text, places, elsewhere = subject.text, list[RotaryPlace](), list[str]()
     for path, module in subject.rotaries:
         layers = getattr(text, "layer_types", None)
-        # A changed copy of the text config has its class and layer types. Any other config belongs to another part of
-        # the model, which a change of the text config would not reach.
-        is_copy = type(module.config) is type(text) and getattr(module.config, "layer_types", None) == layers
-        if module.config is not text and not is_copy:  # some models hand changed copies to their modules
+        # Some models hand changed copies of the text config to their modules, with its class and its layer types. Any
+        # other config belongs to another part of the model, which a change of the text config would not reach.
+        if type(module.config) is not type(text) or getattr(module.config, "layer_types", None) != layers:
             elsewhere.append(path)
             continue
         kinds = list(module.rope_type) if isinstance(module.rope_type, dict) else [None]
