@@ -151,7 +151,7 @@ class Edits:
 
     def _restore(self, owner: Any, name: str, old: object, unchecked: bool, written: torch.dtype | None) -> None:
         """Restore an old value; doing so twice is as good as once."""
-        if name == HOOKS and isinstance(owner, nn.Module):
+        if name == HOOKS:
             for registry in (*BEFORE, *AFTER):
                 getattr(owner, registry).pop(HOOK, None)
         elif name == "forward" and isinstance(owner, nn.Module) and HOOKED in vars(owner):  # perhaps put on since

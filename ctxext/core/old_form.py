@@ -53,7 +53,7 @@ def drop_old_form(text: Any, edits: Edits | None = None) -> None:
         (edits or Edits()).delete_unchecked(text, name)
 
 
-def old_form(text: Any, *, of_any_type: bool = False) -> JsonObject:
+def old_form(text: Any, *, of_any_type: bool) -> JsonObject:
     """Return the old form of ``text.rope_parameters`` that transformers reads right, both alone and next to the new.
 
     Without one, return a guard; or nothing if the config class reads no old field: older programs then do not know the

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from transformers import PreTrainedModel
@@ -55,9 +55,9 @@ class Patched:
     method: Method
     extension: Extension
     edits: Edits
-    sides: dict[str, ExtendedPart] = field(default_factory=dict)
-    config: Any = None
-    former: int | None = None
+    sides: dict[str, ExtendedPart]
+    config: Any
+    former: int | None
 
     def saved_form(self) -> dict[str, Any]:
         """Build what ``config.ctxext`` holds."""
