@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Annotated, Any
 
 from ctxext.methods.base import RopeMethod
-from ctxext.methods.formulas import blend, turns_ramp
+from ctxext.methods.llama3 import Llama3
 from ctxext.methods.parameters import Range, require
 from ctxext.spec import Frequencies, RopeSpec
 
@@ -40,14 +40,11 @@ class NTKByParts(RopeMethod):
         require(self.beta > self.alpha, "beta", self.beta, f"above alpha ({self.alpha})")
 
     def frequencies(self, rope: RopeSpec, length: int) -> Frequencies:
-        return Frequencies(blend(rope, self.factor, turns_ramp(rope, self.alpha, self.beta)))
+        return self._as_llama3().frequencies(rope, length)
 
     def rope_parameters(self, rope: RopeSpec) -> dict[str, Any]:
-        return {
-            "rope_type": "llama3",
-            "rope_theta": rope.base,
-            "factor": self.factor,
-            "low_freq_factor": self.alpha,
-            "high_freq_factor": self.beta,
-            "original_max_position_embeddings": rope.trained_length,
-        }
+        return self._as_llama3().rope_parameters(rope)
+
+    def _as_llama3(self) -> Llama3:
+        """Return the method under which transformers knows these thresholds."""
+        return Llama3(factor=self.factor, low_freq_factor=self.alpha, high_freq_factor=self.beta)
