@@ -146,7 +146,7 @@ def _between(first: int, stop: int, low: int, high: int, *, near: int | None, fa
                 f"tiles()."
             )
         if near is None or far > near:
-            yield from _going(first, stop, seen_by_all, far, low)
+            yield from _going(first, seen_by_all, far, low)
         low = seen_by_all
     if near is None:
         yield from _some(Rectangle((first, stop), (low, high), FULL))
@@ -176,8 +176,8 @@ def _coming(first: int, stop: int, low: int, high: int, back: int) -> Iterator[R
     yield from _some(Rectangle((last + back, stop), (middle, last), FULL))
 
 
-def _going(first: int, stop: int, high: int, back: int, skip: int) -> Iterator[Rectangle]:
-    """Yield rectangles of keys ``skip .. high`` that queries ``first .. stop`` see less than ``back`` tokens behind."""
+def _going(first: int, high: int, back: int, skip: int) -> Iterator[Rectangle]:
+    """Yield rectangles of keys ``skip .. high`` that queries from ``first`` on see less than ``back`` tokens behind."""
     low = max(skip, first - back + 1)  # the first key that the first query sees
     turning = low + back - 1  # the last query that sees this key
     yield from _some(Rectangle((first, turning), (low, high), FULL))
