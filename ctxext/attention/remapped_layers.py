@@ -87,16 +87,16 @@ class Share:
                 left[path] = "the text of an encoder"
             elif not any(f"{above}{path}.".startswith(f"{block}.") for block in seen.rotating):
                 left[path] = "no positions"
-            elif window is None and layer.mask.refusal:
-                raise IncompatibleError(layer.mask.refusal.rstrip("."))
-            elif window is None and unknown:
-                raise IncompatibleError(f"{path} computes with {min(unknown)}, which attention in pieces does not know")
-            elif window is None:
-                far[path] = layer
-            elif window <= trained_length:
+            elif window is not None and window <= trained_length:
                 left[path] = f"a window of {window:,} tokens"
-            else:
+            elif window is not None:
                 raise IncompatibleError(f"the window of {path} is wider ({window:,}) than its trained length")
+            elif layer.mask.refusal:
+                raise IncompatibleError(layer.mask.refusal.rstrip("."))
+            elif unknown:
+                raise IncompatibleError(f"{path} computes with {min(unknown)}, which attention in pieces does not know")
+            else:
+                far[path] = layer
         inside = [f"{above}{path}." for path, layer in tried.layers.items() if not layer.crosses]
         uncovered = [
             block for block in sorted(seen.rotating) if not any(path.startswith(f"{block}.") for path in inside)
