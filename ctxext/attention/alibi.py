@@ -67,8 +67,7 @@ class AlibiAttend:
         slopes = self.slopes(length, layer.q.device)
         if self.method.splits_heads:
             return self._halves(layer, layout, slopes)
-        call = layer.call(layout, slopes=slopes)
-        return self.backends.run(call)
+        return self.backends.run(layer.call(layout, slopes=slopes))
 
     def _halves(self, layer: LayerCall, layout: Layout, slopes: Tensor) -> Tensor:
         """Attend with the first half of the heads to earlier tokens, with the other half to later ones."""
@@ -92,11 +91,9 @@ class AlibiAttend:
         first, second = layout.memo("half the slopes", lambda: (slopes[:half], slopes[half:]), owner=slopes)
         past = layout.memo("past", lambda: layout.past)
         mirrored = layout.memo("mirrored", lambda: layout.mirrored)
-        call = layer.call(past, q=q, k=k, v=v, slopes=first)
-        back = self.backends.run(call)
+        back = self.backends.run(layer.call(past, q=q, k=k, v=v, slopes=first))
         q, k, v = (part.flip(2) for part in (q_ahead, k_ahead, v_ahead))
-        call = layer.call(mirrored, q=q, k=k, v=v, slopes=second)
-        ahead = self.backends.run(call)
+        ahead = self.backends.run(layer.call(mirrored, q=q, k=k, v=v, slopes=second))
         return torch.cat([back, ahead.flip(2)], 1)
 
     def _fitted_lengths(self, mask: LayoutMask) -> list[dict[int, int]]:

@@ -390,8 +390,7 @@ class CrossAttend:
                 "A layer that attends to an encoder's text was called without encoder_hidden_states, which ctxext's "
                 "attention needs. Give the model the encoder's output, or unpatch it for such inputs."
             )
-        call = layer.call(window=None)
-        return self.backends.run(call)
+        return self.backends.run(layer.call(window=None))
 
 
 def install_attention(
