@@ -102,6 +102,7 @@ class _FlashFamily(AttentionBackend):
             options["softcap"] = call.softcap
         q, k, v = evened(call.q, call.k, call.v)
         q, k, v, extra = self.with_bias(replace(call, q=q, k=k, v=v))
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))  # [batch, seq, heads, head_dim], the packages' own layout
         module = importlib.import_module(self.module)
         options |= extra
         filled = cache_lengths(call.layout) if self.reads_cache and not call.dropout else None
@@ -110,10 +111,11 @@ class _FlashFamily(AttentionBackend):
             lengths = call.layout.memo(
                 "cache lengths", lambda: torch.tensor(filled, dtype=torch.int32, device=call.q.device)
             )  # once for all layers, because the copy to the device synchronises
-            out = _from_cache(module, q, k, v, lengths, options)
+            # It splits the cache over blocks of keys, because a few queries alone do not fill a GPU.
+            out = _tensor(module.flash_attn_with_kvcache(q, k, v, cache_seqlens=lengths, **options))
         else:
             out = _call(module, q, k, v, call.layout, options)
-        return out[..., : call.v.shape[3]]
+        return out.transpose(1, 2)[..., : call.v.shape[3]]
 
     def bands(self, need: Need) -> bool:
         return True
@@ -271,14 +273,6 @@ class Flash4(_Columned):
         return 256 if major == 9 else shape[0] if is_shape and major in (10, 11) else 128
 
 
-def _from_cache(
-    module: ModuleType, q: Tensor, k: Tensor, v: Tensor, lengths: Int[Tensor, " batch"], options: dict[str, Any]
-) -> Float[Tensor, "batch heads query head_dim"]:
-    """Read the cache in place, split over blocks of keys, because a few queries alone do not fill a GPU."""
-    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-    return _tensor(module.flash_attn_with_kvcache(q, k, v, cache_seqlens=lengths, **options)).transpose(1, 2)
-
-
 def cache_lengths(layout: Layout) -> list[int] | None:
     """Return the number of keys per row if the layout is a cache filled from the front, with all queries at its end."""
     if layout.spans is None or layout.external_causality or layout.query_length == layout.key_length:
@@ -293,11 +287,10 @@ def cache_lengths(layout: Layout) -> list[int] | None:
 
 def _call(
     module: ModuleType, q: Tensor, k: Tensor, v: Tensor, layout: Layout, options: dict[str, Any]
-) -> Float[Tensor, "batch heads query head_dim"]:
+) -> Float[Tensor, "batch query heads head_dim"]:
     """Run the plain kernel if one block covers everything, else the kernel for packed tokens of every span."""
-    q, k, v = (x.transpose(1, 2) for x in (q, k, v))  # [batch, seq, heads, head_dim], the packages' own layout
     if layout.whole or layout.external_causality:
-        return _tensor(module.flash_attn_func(q, k, v, **options)).transpose(1, 2)
+        return _tensor(module.flash_attn_func(q, k, v, **options))
     tokens = layout.memo("flash tokens", lambda: token_indices(layout))
     q_index, k_index, q_starts, k_starts, q_longest, k_longest = tokens
     out = torch.zeros_like(q.flatten(0, 1))
@@ -313,7 +306,7 @@ def _call(
             **options,
         )
         out = out.index_copy(0, q_index, _tensor(packed))
-    return out.view(q.shape).transpose(1, 2)
+    return out.view(q.shape)
 
 
 def _tensor(result: Any) -> Tensor:
