@@ -126,20 +126,14 @@ class Parameter:
             value = self._read(value)
         if value is None and self.optional:
             return None
-        if isinstance(value, bool):
-            fits = bool in self.kinds
-        elif isinstance(value, str):
-            fits = str in self.kinds or value in self.choices
-        elif isinstance(value, list | tuple) and self.items is not None:
-            fits = len(value) > 0
-        else:
-            fits = bool(self.kinds & {int, float})
-        if not fits:
-            require(False, self.name, value, str(self))
-        if isinstance(value, bool | str):
+        if isinstance(value, bool) and bool in self.kinds:
             return value
-        if isinstance(value, list | tuple) and self.items is not None:
+        if isinstance(value, str) and (str in self.kinds or value in self.choices):
+            return value
+        if isinstance(value, list | tuple) and value and self.items is not None:
             return tuple(self._number(f"{self.name}[{at}]", item, self.items) for at, item in enumerate(value))
+        if not self.kinds & {int, float}:
+            require(False, self.name, value, str(self))
         return self._number(self.name, value, int if int in self.kinds else float)
 
     def _number(self, name: str, value: Any, kind: type) -> int | float:
