@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 from ctxext.methods.base import RopeMethod
-from ctxext.methods.formulas import clipped, index_that_turns, plain_inv_freq
+from ctxext.methods.formulas import Clip, clipped, index_that_turns, plain_inv_freq
 from ctxext.methods.parameters import MOST_BASE, Range, require
 from ctxext.spec import Frequencies, RopeSpec
 
@@ -36,7 +36,7 @@ class ABF(RopeMethod):
     later = ("clip",)
 
     base: Annotated[float | None, Range(above=1, most=MOST_BASE)] = None
-    clip: Annotated[int | Literal["auto"] | None, Range(least=2, of="pairs")] = None
+    clip: Clip = None
 
     def frequencies(self, rope: RopeSpec, length: int) -> Frequencies:
         return Frequencies(clipped(rope, plain_inv_freq(rope, self._base_for(rope)), self.clip))

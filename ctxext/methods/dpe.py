@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Annotated, Any
 
 from ctxext.errors import refuse_unknown
-from ctxext.methods.parameters import MOST_TOKENS, Range, require
+from ctxext.methods.parameters import WholeTokens, require
 from ctxext.methods.remap import Piece, PositionMap, RemapMethod, Tokens, near_and_far, tokens_of
 from ctxext.spec import RopeSpec
 
@@ -49,7 +49,7 @@ class DPE(RemapMethod):
     summary = "keep near positions, group far tokens by a size per frequency"
     source = "arXiv:2504.18857"
 
-    groups: Annotated[str | tuple[int, ...], Range(least=1, most=MOST_TOKENS, of="tokens")]
+    groups: Annotated[str | tuple[int, ...], WholeTokens]
     window: Annotated[float, Tokens] = 1024
     exact: bool = True
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Annotated, Literal
 
 from ctxext.methods.base import GrowingMethod, RopeMethod
-from ctxext.methods.parameters import Range
+from ctxext.methods.parameters import Positive
 from ctxext.methods.yarn import YaRN
 from ctxext.spec import Frequencies, RopeSpec
 
@@ -40,8 +40,8 @@ class DynamicYaRN(GrowingMethod, RopeMethod):
     summary = "YaRN by what the current text needs, plain inside the trained window"
     source = "arXiv:2309.00071"
 
-    beta_fast: Annotated[float, Range(above=0)] = 32.0
-    beta_slow: Annotated[float, Range(above=0)] = 1.0
+    beta_fast: Annotated[float, Positive] = 32.0
+    beta_slow: Annotated[float, Positive] = 1.0
     truncate: bool = True
     ramp: Literal["index", "turns"] = "index"
 

@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import math
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
 from ctxext.errors import InvalidParameterError
-from ctxext.methods.parameters import require
+from ctxext.methods.parameters import Range, require
 from ctxext.spec import AlibiSpec, Frequencies, RopeSpec
 
 # Divisor of a frequency that must not turn. JSON has no infinity. In a text of any practical length cos is then exactly
 # 1 and sin below 1e-18, which float32 and narrower types round away next to 1. The number fits a float32; its product
 # with a power of the base may overflow to infinity there, and the reciprocal of infinity is 0, as wanted.
 NEVER = 1e30
+
+Clip = Annotated[int | Literal["auto"] | None, Range(least=2, of="pairs")]
+"""Number of frequencies that ``clipped`` slows."""
 
 
 def plain_inv_freq(rope: RopeSpec, base: float | None = None) -> Float[Tensor, " half"]:
@@ -99,9 +102,7 @@ def blend(
     return plain * (keep + (1 - keep) / factor)
 
 
-def clipped(
-    rope: RopeSpec, inv_freq: Float[Tensor, " half"], clip: int | Literal["auto"] | None
-) -> Float[Tensor, " half"]:
+def clipped(rope: RopeSpec, inv_freq: Float[Tensor, " half"], clip: Clip) -> Float[Tensor, " half"]:
     """Slow the last frequencies by half a wave of a cosine: the first of them stays, the last becomes 0.
 
     Args:

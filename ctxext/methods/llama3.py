@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 from ctxext.methods.base import RopeMethod
 from ctxext.methods.formulas import blend, turns_ramp
-from ctxext.methods.parameters import Range, require
+from ctxext.methods.parameters import Positive, require
 from ctxext.spec import Frequencies, RopeSpec
 
 
@@ -31,8 +31,8 @@ class Llama3(RopeMethod):
     summary = "NTK-by-parts between one and four turns, as Llama 3.1"
     source = "arXiv:2407.21783"
 
-    low_freq_factor: Annotated[float, Range(above=0)] = 1.0
-    high_freq_factor: Annotated[float, Range(above=0)] = 4.0
+    low_freq_factor: Annotated[float, Positive] = 1.0
+    high_freq_factor: Annotated[float, Positive] = 4.0
 
     def __post_init__(self) -> None:
         super().__post_init__()

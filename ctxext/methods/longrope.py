@@ -10,7 +10,7 @@ import torch
 
 from ctxext.methods.base import RopeMethod
 from ctxext.methods.formulas import NEVER, plain_inv_freq
-from ctxext.methods.parameters import Range, require
+from ctxext.methods.parameters import Positive, Range, require
 from ctxext.spec import Frequencies, RopeSpec
 
 
@@ -43,7 +43,7 @@ class LongRoPE(RopeMethod):
 
     short_factor: Annotated[tuple[float, ...], Range(above=0, most=NEVER)]
     long_factor: Annotated[tuple[float, ...], Range(above=0, most=NEVER)]
-    attention_factor: Annotated[float | None, Range(above=0)] = None
+    attention_factor: Annotated[float | None, Positive] = None
     growth: Literal["exact", "request"] = "exact"
 
     def __post_init__(self) -> None:

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Any
 
 from ctxext.methods.base import RopeMethod
-from ctxext.methods.formulas import clipped, ntk_base, plain_inv_freq
-from ctxext.methods.parameters import Range
+from ctxext.methods.formulas import Clip, clipped, ntk_base, plain_inv_freq
 from ctxext.spec import Frequencies, RopeSpec
 
 
@@ -36,7 +35,7 @@ class NTK(RopeMethod):
     source = "arXiv:2309.00071"
     later = ("clip",)
 
-    clip: Annotated[int | Literal["auto"] | None, Range(least=2, of="pairs")] = None
+    clip: Clip = None
 
     def frequencies(self, rope: RopeSpec, length: int) -> Frequencies:
         return Frequencies(clipped(rope, plain_inv_freq(rope, ntk_base(rope, self.factor)), self.clip))

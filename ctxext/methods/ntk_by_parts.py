@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 from ctxext.methods.base import RopeMethod
 from ctxext.methods.llama3 import Llama3
-from ctxext.methods.parameters import Range, require
+from ctxext.methods.parameters import Positive, require
 from ctxext.spec import Frequencies, RopeSpec
 
 
@@ -32,8 +32,8 @@ class NTKByParts(RopeMethod):
     summary = "keep fast frequencies, divide slow ones; linear in turns"
     source = "arXiv:2309.00071"
 
-    alpha: Annotated[float, Range(above=0)] = 1.0
-    beta: Annotated[float, Range(above=0)] = 32.0
+    alpha: Annotated[float, Positive] = 1.0
+    beta: Annotated[float, Positive] = 32.0
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -66,6 +66,10 @@ class Range:
         return f", {text}" if text else ""
 
 
+Positive = Range(above=0)
+WholeTokens = Range(least=1, most=MOST_TOKENS, of="tokens")
+
+
 @dataclass(frozen=True)
 class Parameter:
     """One parameter of a method.

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 from ctxext.methods.dual_chunk import DualChunk
-from ctxext.methods.parameters import MOST_TOKENS, Range, require
+from ctxext.methods.parameters import Range, WholeTokens, require
 from ctxext.methods.remap import Band, Piece, RemapMethod, Tokens
 from ctxext.methods.rerope import ReRoPE
 from ctxext.methods.self_extend import SelfExtend
@@ -79,10 +79,10 @@ class RetrievalHeads(RemapMethod):
     share: Annotated[float | None, Range(above=0, most=1)] = None
     threshold: Annotated[float | None, Range(above=0, below=1)] = None
     window: Annotated[float, Tokens] = 0.75
-    sinks: Annotated[int, Range(least=1, most=MOST_TOKENS, of="tokens")] = 4
+    sinks: Annotated[int, WholeTokens] = 4
     far: Literal["self_extend", "dual_chunk", "rerope", "plain"] = "self_extend"
     far_window: Annotated[float | None, Tokens] = None
-    group: Annotated[int | None, Range(least=1, most=MOST_TOKENS, of="tokens")] = None
+    group: Annotated[int | None, WholeTokens] = None
     reach: Annotated[float | None, Tokens] = None
     thinning: Annotated[float | None, Range(least=0, most=1)] = None
     chunk: Annotated[float | None, Tokens] = None

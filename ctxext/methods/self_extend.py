@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass, replace
 from typing import Annotated
 
-from ctxext.methods.parameters import MOST_TOKENS, Range, require
+from ctxext.methods.parameters import MOST_TOKENS, Range, WholeTokens, require
 from ctxext.methods.remap import Piece, PositionMap, RemapMethod, Sinks, Tokens, near_and_far, require_reach, tokens_of
 from ctxext.spec import RopeSpec
 
@@ -57,7 +57,7 @@ class SelfExtend(RemapMethod):
     source = "arXiv:2401.01325"
 
     window: Annotated[float, Tokens] = 0.5
-    group: Annotated[int | None, Range(least=1, most=MOST_TOKENS, of="tokens")] = None
+    group: Annotated[int | None, WholeTokens] = None
     reach: Annotated[float | None, Tokens] = None
     thinning: Annotated[float | None, Range(least=0, most=1)] = None
     sinks: Annotated[int, Range(least=0, most=MOST_TOKENS, of="tokens")] = 4

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated
 
-from ctxext.methods.parameters import MOST_TOKENS, Range, require
+from ctxext.methods.parameters import WholeTokens, require
 from ctxext.methods.remap import Piece, PositionMap, RemapMethod, Sinks, Tokens, near_and_far, tokens_of
 from ctxext.spec import RopeSpec
 
@@ -38,7 +38,7 @@ class Streaming(RemapMethod):
     summary = "see the first tokens and the nearest ones only"
     source = "arXiv:2309.17453"
 
-    sinks: Annotated[int, Range(least=1, most=MOST_TOKENS, of="tokens")] = 4
+    sinks: Annotated[int, WholeTokens] = 4
     window: Annotated[float | None, Tokens] = None
     exact: bool = False
 

@@ -9,7 +9,7 @@ import torch
 
 from ctxext.methods.base import RopeMethod
 from ctxext.methods.formulas import plain_inv_freq
-from ctxext.methods.parameters import Range, require
+from ctxext.methods.parameters import Positive, Range, require
 from ctxext.spec import Frequencies, RopeSpec
 
 
@@ -36,7 +36,7 @@ class Table(RopeMethod):
     source = "arXiv:2104.09864"
 
     inv_freq: Annotated[tuple[float, ...], Range(least=0)]
-    attention_scale: Annotated[float, Range(above=0)] = 1.0
+    attention_scale: Annotated[float, Positive] = 1.0
 
     def frequencies(self, rope: RopeSpec, length: int) -> Frequencies:
         expected = f"{rope.rotary_dim // 2} (rotary_dim / 2)"

@@ -11,8 +11,8 @@ from jaxtyping import Float
 from torch import Tensor
 
 from ctxext.methods.base import RopeMethod
-from ctxext.methods.formulas import blend, clipped, index_that_turns, turns_ramp
-from ctxext.methods.parameters import Range, require
+from ctxext.methods.formulas import Clip, blend, clipped, index_that_turns, turns_ramp
+from ctxext.methods.parameters import Positive, Range, require
 from ctxext.spec import Frequencies, RopeSpec
 
 
@@ -59,16 +59,16 @@ class YaRN(RopeMethod):
     source = "arXiv:2309.00071"
     later = ("divisor", "clip")
 
-    beta_fast: Annotated[float, Range(above=0)] = 32.0
-    beta_slow: Annotated[float, Range(above=0)] = 1.0
+    beta_fast: Annotated[float, Positive] = 32.0
+    beta_slow: Annotated[float, Positive] = 1.0
     truncate: bool = True
     ramp: Literal["index", "turns"] = "index"
     blend: Literal["frequency", "wavelength"] = "frequency"
-    attention_factor: Annotated[float | None, Range(above=0)] = None
-    mscale: Annotated[float | None, Range(above=0)] = None
-    mscale_all_dim: Annotated[float | None, Range(above=0)] = None
+    attention_factor: Annotated[float | None, Positive] = None
+    mscale: Annotated[float | None, Positive] = None
+    mscale_all_dim: Annotated[float | None, Positive] = None
     divisor: Annotated[float | None, Range(least=1)] = None
-    clip: Annotated[int | Literal["auto"] | None, Range(least=2, of="pairs")] = None
+    clip: Clip = None
 
     def __post_init__(self) -> None:
         super().__post_init__()

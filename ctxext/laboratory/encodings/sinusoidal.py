@@ -11,7 +11,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from ctxext.methods.encoding import Encoding, EncodingMethod, EncodingSpec
-from ctxext.methods.parameters import MOST_BASE, Range
+from ctxext.methods.parameters import MOST_BASE, Positive, Range
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,7 +40,7 @@ class Sinusoidal(EncodingMethod):
     form = "input"
 
     base: Annotated[float, Range(above=1, most=MOST_BASE)] = 10000.0
-    amplitude: Annotated[float | None, Range(above=0)] = None
+    amplitude: Annotated[float | None, Positive] = None
 
     def build(self, spec: EncodingSpec) -> Encoding:
         # A wave of amplitude 1 has a standard deviation of 1 / sqrt(2).
