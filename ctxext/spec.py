@@ -10,6 +10,9 @@ from torch import Tensor
 
 from ctxext.errors import InvalidParameterError
 
+PerPair = Float[Tensor, " half"]
+PerHead = Float[Tensor, " heads"]
+
 
 @dataclass(frozen=True)
 class RopeSpec:
@@ -87,7 +90,7 @@ class Frequencies:
         attention_scale: multiplies cos *and* sin, so attention scores grow by its square. Dimensionless.
     """
 
-    inv_freq: Float[Tensor, " half"]
+    inv_freq: PerPair
     attention_scale: float = 1.0
 
     @property

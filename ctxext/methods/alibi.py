@@ -5,13 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from jaxtyping import Float
-from torch import Tensor
-
 from ctxext.methods.base import BiasMethod
 from ctxext.methods.formulas import alibi_slopes, trained_slopes
 from ctxext.methods.parameters import require
-from ctxext.spec import AlibiSpec
+from ctxext.spec import AlibiSpec, PerHead
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,7 +45,7 @@ class ALiBi(BiasMethod):
     def splits_heads(self) -> bool:
         return self.both_ways == "halves"
 
-    def slopes(self, alibi: AlibiSpec, length: int) -> Float[Tensor, " heads"]:
+    def slopes(self, alibi: AlibiSpec, length: int) -> PerHead:
         if not self.splits_heads:
             return trained_slopes(alibi)
         require(alibi.num_heads % 2 == 0, "both_ways", self.both_ways, f"'symmetric' for {alibi.num_heads} heads")

@@ -18,7 +18,7 @@ from ctxext.errors import CheckpointError, InvalidParameterError, UnknownNameErr
 from ctxext.files import is_choice, parse_json
 from ctxext.methods.formulas import as_longrope
 from ctxext.methods.parameters import Range, checked_tokens, parameters_of, require
-from ctxext.spec import AlibiSpec, BucketSpec, ExtensionArguments, Frequencies, RopeSpec
+from ctxext.spec import AlibiSpec, BucketSpec, ExtensionArguments, Frequencies, PerHead, RopeSpec
 from ctxext.version import __version__
 
 # What ``TableMethod.rows`` returns.
@@ -176,7 +176,7 @@ class BiasMethod(Method):
         return False
 
     @abstractmethod
-    def slopes(self, alibi: AlibiSpec, length: int) -> Float[Tensor, " heads"]:
+    def slopes(self, alibi: AlibiSpec, length: int) -> PerHead:
         """Compute positive slopes in float64; the score of a key at distance ``n`` falls by ``slope * n``."""
 
 

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from jaxtyping import Float
-from torch import Tensor
-
 from ctxext.methods.base import BiasMethod, GrowingMethod, RopeMethod
 from ctxext.methods.formulas import plain_inv_freq, trained_slopes
-from ctxext.spec import AlibiSpec, Frequencies, RopeSpec
+from ctxext.spec import AlibiSpec, Frequencies, PerHead, RopeSpec
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,5 +36,5 @@ class DynamicPI(GrowingMethod, RopeMethod, BiasMethod):
             plain_inv_freq(rope) / (self.fitted_length(rope.trained_length, length) / rope.trained_length)
         )
 
-    def slopes(self, alibi: AlibiSpec, length: int) -> Float[Tensor, " heads"]:
+    def slopes(self, alibi: AlibiSpec, length: int) -> PerHead:
         return trained_slopes(alibi) / (self.fitted_length(alibi.trained_length, length) / alibi.trained_length)

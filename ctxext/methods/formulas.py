@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ctxext.errors import InvalidParameterError
 from ctxext.methods.parameters import Range, require
-from ctxext.spec import AlibiSpec, Frequencies, RopeSpec
+from ctxext.spec import AlibiSpec, Frequencies, PerHead, PerPair, RopeSpec
 
 # Divisor of a frequency that must not turn. JSON has no infinity. In a text of any practical length cos is then exactly
 # 1 and sin below 1e-18, which float32 and narrower types round away next to 1. The number fits a float32; its product
@@ -22,7 +22,7 @@ Clip = Annotated[int | Literal["auto"] | None, Range(least=2, of="pairs")]
 """Number of frequencies that ``clipped`` slows."""
 
 
-def plain_inv_freq(rope: RopeSpec, base: float | None = None) -> Float[Tensor, " half"]:
+def plain_inv_freq(rope: RopeSpec, base: float | None = None) -> PerPair:
     """Return the frequencies that the weights were trained with, in float64, radians per token.
 
     These are ``base^(-2i/d)``, or scaled ones in ``rope.inv_freq``, which another ``base`` changes by the same ratio.
@@ -35,7 +35,7 @@ def plain_inv_freq(rope: RopeSpec, base: float | None = None) -> Float[Tensor, "
     return trained if base is None else trained * (geometric_inv_freq(rope, base) / geometric_inv_freq(rope))
 
 
-def geometric_inv_freq(rope: RopeSpec, base: float | None = None) -> Float[Tensor, " half"]:
+def geometric_inv_freq(rope: RopeSpec, base: float | None = None) -> PerPair:
     """Compute ``base^(-2i/d)`` in float64, which transformers divides by the factors of a config."""
     exponent = torch.arange(0, rope.rotary_dim, 2, dtype=torch.float64, device="cpu") / rope.rotary_dim
     return (rope.base if base is None else base) ** -exponent
@@ -76,7 +76,7 @@ def index_that_turns(rope: RopeSpec, turns: float) -> float:
     return float(after) if step == 0 else after - 1 + (wanted - float(logarithms[after - 1])) / step
 
 
-def turns_ramp(rope: RopeSpec, slow: float, fast: float) -> Float[Tensor, " half"]:
+def turns_ramp(rope: RopeSpec, slow: float, fast: float) -> PerPair:
     """Return 1 for frequencies with ``fast`` turns or more in the trained window, 0 up to ``slow``, a ramp between.
 
     Source: Peng et al., arXiv:2309.00071, section 3.2, gamma(r).
@@ -85,9 +85,7 @@ def turns_ramp(rope: RopeSpec, slow: float, fast: float) -> Float[Tensor, " half
     return ((turns - slow) / (fast - slow)).clamp(0, 1)
 
 
-def blend(
-    rope: RopeSpec, factor: float, keep: Float[Tensor, " half"], *, wavelengths: bool = False
-) -> Float[Tensor, " half"]:
+def blend(rope: RopeSpec, factor: float, keep: PerPair, *, wavelengths: bool = False) -> PerPair:
     """Blend the plain frequencies (``keep`` 1) with the plain frequencies divided by ``factor`` (``keep`` 0).
 
     Args:
@@ -102,7 +100,7 @@ def blend(
     return plain * (keep + (1 - keep) / factor)
 
 
-def clipped(rope: RopeSpec, inv_freq: Float[Tensor, " half"], clip: Clip) -> Float[Tensor, " half"]:
+def clipped(rope: RopeSpec, inv_freq: PerPair, clip: Clip) -> PerPair:
     """Slow the last frequencies by half a wave of a cosine: the first of them stays, the last becomes 0.
 
     Args:
@@ -145,7 +143,7 @@ def as_longrope(rope: RopeSpec, frequencies: Frequencies, factor: float) -> dict
     }
 
 
-def alibi_slopes(num_heads: int) -> Float[Tensor, " heads"]:
+def alibi_slopes(num_heads: int) -> PerHead:
     """Compute the ALiBi slope of each head, by which its scores fall per token of distance, in float64.
 
     For a power of two, head ``h`` of ``n`` (counted from 1) has slope ``2^(-8 h / n)``. Any other number takes that
@@ -168,7 +166,7 @@ def alibi_slopes(num_heads: int) -> Float[Tensor, " heads"]:
     return torch.exp2(-8.0 * torch.cat([series, between]))
 
 
-def trained_slopes(alibi: AlibiSpec) -> Float[Tensor, " heads"]:
+def trained_slopes(alibi: AlibiSpec) -> PerHead:
     """Return the slopes of the unextended checkpoint, float64."""
     if alibi.slopes is None:
         return alibi_slopes(alibi.num_heads)

@@ -6,12 +6,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from jaxtyping import Float
-from torch import Tensor
 
 from ctxext.methods.base import BiasMethod, RopeMethod, Rows, TableMethod
 from ctxext.methods.formulas import plain_inv_freq, rows_between, trained_slopes
-from ctxext.spec import AlibiSpec, Frequencies, RopeSpec
+from ctxext.spec import AlibiSpec, Frequencies, PerHead, RopeSpec
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,7 +40,7 @@ class PI(RopeMethod, BiasMethod, TableMethod):
     def rope_parameters(self, rope: RopeSpec) -> dict[str, Any]:
         return {"rope_type": "linear", "rope_theta": rope.base, "factor": self.factor}
 
-    def slopes(self, alibi: AlibiSpec, length: int) -> Float[Tensor, " heads"]:
+    def slopes(self, alibi: AlibiSpec, length: int) -> PerHead:
         return trained_slopes(alibi) / self.factor
 
     def rows(self, trained: int, target: int) -> Rows:

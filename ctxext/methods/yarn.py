@@ -7,13 +7,11 @@ from dataclasses import dataclass, replace
 from typing import Annotated, Any, Literal
 
 import torch
-from jaxtyping import Float
-from torch import Tensor
 
 from ctxext.methods.base import RopeMethod
 from ctxext.methods.formulas import Clip, blend, clipped, index_that_turns, turns_ramp
 from ctxext.methods.parameters import Positive, Range, require
-from ctxext.spec import Frequencies, RopeSpec
+from ctxext.spec import Frequencies, PerPair, RopeSpec
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,7 +119,7 @@ class YaRN(RopeMethod):
     def _temperature(self, weight: float) -> float:
         return 0.1 * weight * math.log(self.stretch) + 1.0
 
-    def _index_ramp(self, rope: RopeSpec) -> Float[Tensor, " half"]:
+    def _index_ramp(self, rope: RopeSpec) -> PerPair:
         """Compute the share of each frequency that is kept, linear in its index between the two thresholds."""
         slowest = rope.trained_length / (2 * math.pi)
         require(

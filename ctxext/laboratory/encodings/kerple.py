@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from ctxext.laboratory.scores import ByDistance, PairScore
 from ctxext.methods.encoding import Encoding, EncodingMethod, EncodingSpec, Pairs
+from ctxext.spec import PerHead
 
 LEAST = 0.01
 
@@ -51,13 +52,11 @@ class _Logarithms(Encoding):
         return ByDistance(pairs, partial(_fallen, p, a), (self.p, self.a), 3 * len(p))
 
 
-def _at_least(weight: Float[Tensor, " heads"]) -> Float[Tensor, " heads"]:
+def _at_least(weight: PerHead) -> PerHead:
     """Return the weight, at least ``LEAST``. The gradient ignores the bound, so that a lower weight can rise again."""
     return weight + (weight.clamp(min=LEAST) - weight).detach()
 
 
-def _fallen(
-    p: Float[Tensor, " heads"], a: Float[Tensor, " heads"], distances: Int[Tensor, "*shape"]
-) -> Float[Tensor, " heads *shape"]:
+def _fallen(p: PerHead, a: PerHead, distances: Int[Tensor, "*shape"]) -> Float[Tensor, " heads *shape"]:
     p, a = (rate.view(-1, *[1] * distances.ndim) for rate in (p, a))
     return -p * torch.log1p(a * distances.to(p.dtype))

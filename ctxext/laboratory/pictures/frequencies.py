@@ -7,8 +7,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from jaxtyping import Float
-from torch import Tensor
 
 from ctxext.errors import IncompatibleError
 from ctxext.evaluation.report.figures import NOTE, Panel
@@ -16,7 +14,7 @@ from ctxext.laboratory.pictures.picture import Picture, bars
 from ctxext.methods import METHODS, Method, RopeMethod
 from ctxext.methods.formulas import index_that_turns, plain_inv_freq
 from ctxext.methods.remap import RemapMethod
-from ctxext.spec import LLAMA, RopeSpec
+from ctxext.spec import LLAMA, PerPair, RopeSpec
 
 # Okabe and Ito's colours, told apart under every common colour blindness and in print.
 COLOURS = {
@@ -135,7 +133,7 @@ def shown_by_default(factor: float, rope: RopeSpec = LLAMA) -> list[Method]:
     return [method for method in methods if method.fits(rope)]
 
 
-def speed(method: Method, rope: RopeSpec) -> tuple[Float[Tensor, " half"], float]:
+def speed(method: Method, rope: RopeSpec) -> tuple[PerPair, float]:
     """Return each frequency as a share of the plain one, in a text of the target length, and the attention scale there.
 
     Raises:
@@ -152,7 +150,7 @@ def speed(method: Method, rope: RopeSpec) -> tuple[Float[Tensor, " half"], float
     return frequencies.inv_freq / plain_inv_freq(rope), frequencies.attention_scale
 
 
-def bands(shares: Float[Tensor, " half"], factor: float) -> list[str]:
+def bands(shares: PerPair, factor: float) -> list[str]:
     """Name what happens to each frequency: kept, ramped, interpolated (divided by the factor), slowed more, stopped."""
     names = []
     for share in shares.tolist():

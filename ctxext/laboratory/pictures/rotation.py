@@ -16,7 +16,7 @@ from ctxext.measuring.readings import name_for
 from ctxext.methods import Method, RopeMethod
 from ctxext.methods.formulas import plain_inv_freq
 from ctxext.methods.pi import PI
-from ctxext.spec import LLAMA, RopeSpec
+from ctxext.spec import LLAMA, PerPair, RopeSpec
 
 NEARLY = 1.25  # ratio of distances that the thick line averages over
 CAPTION = (
@@ -152,10 +152,10 @@ def _turns(values: Numbers, label: str) -> Panel:
     )
 
 
-def _new_angles(turns: Float[Tensor, " half"], trained: Float[Tensor, " half"]) -> int:
+def _new_angles(turns: PerPair, trained: PerPair) -> int:
     return int(((trained < 1) & (turns > trained * (1 + 1e-6))).sum())
 
 
-def score_of_equals(inv_freq: Float[Tensor, " half"], distances: Int[Tensor, "*any"]) -> Float[Tensor, "*any"]:
+def score_of_equals(inv_freq: PerPair, distances: Int[Tensor, "*any"]) -> Float[Tensor, "*any"]:
     """Return the score of a query and a key that are equal and as long in each pair of dimensions: 1 at distance 0."""
     return (distances.double()[..., None] * inv_freq).cos().mean(-1)
