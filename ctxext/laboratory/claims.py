@@ -6,10 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
-from jaxtyping import Float
-from torch import Tensor
 
-from ctxext.laboratory.result import LabReading, LabResult, paired
+from ctxext.laboratory.result import BySeed, LabReading, LabResult, paired
 from ctxext.laboratory.tasks import TEXT
 from ctxext.measuring.labels import label_of
 from ctxext.measuring.statistics import PairedDifference
@@ -199,7 +197,7 @@ def _rivals(result: LabResult, claim: Claim) -> list[str]:
     return list(dict.fromkeys(others))
 
 
-def _advantage(result: LabResult, claim: Claim, better: LabReading, worse: LabReading) -> Float[Tensor, "seeds rows"]:
+def _advantage(result: LabResult, claim: Claim, better: LabReading, worse: LabReading) -> BySeed:
     """Compute by how much the better one is better, on the same windows or puzzles, seed by seed."""
     first, second = result.at(better, claim.multiple), result.at(worse, claim.multiple)
     if claim.better == ITSELF_TRUNCATED:

@@ -19,6 +19,7 @@ LEAST = 0.05
 """Least that counts as learned: so many nats, or so large a share of the answers above chance."""
 
 Scores = Sequence[Sequence[Sequence[float]]]
+BySeed = Float[Tensor, "seeds rows"]
 
 
 def octaves_of(trained: int) -> tuple[int, ...]:
@@ -113,7 +114,7 @@ class LabResult(Report):
         """Return one reading; None where it was not measured."""
         return next((reading for reading in self.of(task) if reading.name == name), None)
 
-    def at(self, reading: LabReading, multiple: float | int) -> Float[Tensor, "seeds rows"]:
+    def at(self, reading: LabReading, multiple: float | int) -> BySeed:
         """Return the scores at so many times the trained length.
 
         Of text they are the losses over the last doubling of the length: at 2, from once to twice the trained length.
@@ -127,7 +128,7 @@ class LabResult(Report):
         widths = (edges[1:] - edges[:-1]).double() * inside
         return (values * widths).sum(-1) / widths.sum()
 
-    def truncated_at(self, reading: LabReading, multiple: float | int) -> Float[Tensor, "seeds rows"]:
+    def truncated_at(self, reading: LabReading, multiple: float | int) -> BySeed:
         """Return the losses there, where the model sees the last bytes of its trained length alone."""
         place = octaves_of(1).index(int(multiple)) - 1
         return torch.tensor(reading.truncated, dtype=torch.float64)[:, :, place]
@@ -163,14 +164,14 @@ class LabResult(Report):
         return sum(1 / rank for rank in ranks) / len(ranks)
 
 
-def over_seeds(values: Float[Tensor, "seeds rows"]) -> tuple[float, float | None]:
+def over_seeds(values: BySeed) -> tuple[float, float | None]:
     """Return the mean, and its standard error over seeds; None where there is one seed alone."""
     means = values.mean(1)
     error = None if len(means) < 2 else (means.std() / math.sqrt(len(means))).item()
     return means.mean().item(), error
 
 
-def paired(differences: Float[Tensor, "seeds rows"]) -> PairedDifference:
+def paired(differences: BySeed) -> PairedDifference:
     """Average differences on the same windows or puzzles, with an error that knows both seeds and windows.
 
     The two variances add: another seed and another window would both have changed the mean. The interval is as wide as
