@@ -29,7 +29,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from ctxext.errors import BackendUnavailableError, InvalidParameterError
-from ctxext.kernels.blocks import QKV, OutputAndLse, PartRule, score_blocks
+from ctxext.kernels.blocks import QKV, Output, OutputAndLse, PartRule, score_blocks
 from ctxext.kernels.layout import Layout
 
 
@@ -299,7 +299,7 @@ class AttentionBackend(ABC):
         return dq, dk, dv
 
     @abstractmethod
-    def attend(self, call: Call) -> Float[Tensor, "batch heads query value_dim"]:
+    def attend(self, call: Call) -> Output:
         """Compute a call that this backend serves; only ``run`` calls this."""
 
     def run(self, call: Call) -> Tensor:

@@ -23,7 +23,8 @@ ROWS = 64
 
 QKV = tuple[Tensor, Tensor, Tensor]
 """q, k and v, or their gradients."""
-OutputAndLse = tuple[Float[Tensor, "batch heads query value_dim"], Float[Tensor, "batch heads query"]]
+Output = Float[Tensor, "batch heads query value_dim"]
+OutputAndLse = tuple[Output, Float[Tensor, "batch heads query"]]
 """The output of attention, and the log-sum-exp of each query's scores."""
 
 

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from ctxext.errors import install_line
 from ctxext.kernels.base import AttentionBackend, Call, Need, evened
-from ctxext.kernels.blocks import QKV, OutputAndLse, PartRule
+from ctxext.kernels.blocks import QKV, Output, OutputAndLse, PartRule
 from ctxext.kernels.columns import COLUMNS, with_columns
 from ctxext.kernels.layout import Layout
 
@@ -93,7 +93,7 @@ class _FlashFamily(AttentionBackend):
     def lacks(self, need: Need) -> str | None:
         """Return why this version, beyond the limits of the family, cannot serve ``need``; else None."""
 
-    def attend(self, call: Call) -> Float[Tensor, "batch heads query value_dim"]:
+    def attend(self, call: Call) -> Output:
         causal = call.layout.sees == "past"
         options: dict[str, Any] = {"softmax_scale": call.scale, "causal": causal}
         if call.window is not None:

@@ -7,13 +7,13 @@ from collections.abc import Callable
 from typing import Any, no_type_check
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Bool
 from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, create_block_mask, flex_attention
 
 from ctxext.errors import BackendUnavailableError
 from ctxext.kernels.base import AttentionBackend, Call, Need
-from ctxext.kernels.blocks import OutputAndLse, PartRule
+from ctxext.kernels.blocks import Output, OutputAndLse, PartRule
 from ctxext.kernels.layout import Layout
 
 BLOCK = 128
@@ -58,7 +58,7 @@ class Flex(AttentionBackend):
             )
         return None
 
-    def attend(self, call: Call) -> Float[Tensor, "batch heads query value_dim"]:
+    def attend(self, call: Call) -> Output:
         q, k, v, layout, slopes, window = call.q, call.k, call.v, call.layout, call.slopes, call.window
         if not torch.is_grad_enabled():  # on CPU it refuses tensors that require one, even without a backward pass
             q, k, v = q.detach(), k.detach(), v.detach()

@@ -32,7 +32,15 @@ from jaxtyping import Bool, Int
 from torch import Tensor
 
 from ctxext.errors import InvalidParameterError
-from ctxext.kernels.spans import Extent, find_spans, require_counted, require_distinct, require_no_hole
+from ctxext.kernels.spans import (
+    Extent,
+    PerKey,
+    PerQuery,
+    find_spans,
+    require_counted,
+    require_distinct,
+    require_no_hole,
+)
 
 T = TypeVar("T")
 
@@ -68,10 +76,10 @@ class Layout:
         sees: ``"past"``: a token sees itself and earlier tokens; ``"both"``: later tokens as well.
     """
 
-    query_positions: Int[Tensor, "batch query"]
-    key_positions: Int[Tensor, "batch key"]
-    query_documents: Int[Tensor, "batch query"] | None = None
-    key_documents: Int[Tensor, "batch key"] | None = None
+    query_positions: PerQuery
+    key_positions: PerKey
+    query_documents: PerQuery | None = None
+    key_documents: PerKey | None = None
     spans: tuple[Span, ...] | None = None
     consecutive: bool = False
     from_zero: bool = False
@@ -185,7 +193,7 @@ class Layout:
         return cls(positions, slots, queries, documents, spans=(span,), consecutive=True, from_zero=True)
 
     @classmethod
-    def shard(cls, positions: Int[Tensor, "batch query"]) -> Layout:
+    def shard(cls, positions: PerQuery) -> Layout:
         """Return the layout of a shard in a sequence-parallel run whose engine applies causality itself.
 
         Only the ALiBi term uses ``positions`` (global, any order). The kernel is called as plainly causal, without a
@@ -334,7 +342,7 @@ class Layout:
         apart = self.query_positions[:, rows, None] - self.key_positions[:, None, :]
         return apart.abs() if self.sees == "both" else apart
 
-    def places(self) -> Int[Tensor, "batch query"]:
+    def places(self) -> PerQuery:
         """Return the index of the key at each query's document and position; padding gets any index."""
         if self.whole:
             slots = torch.arange(self.key_length - self.query_length, self.key_length, device=self.key_positions.device)

@@ -44,7 +44,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from ctxext.kernels.base import AttentionBackend, Call, Need, runs_triton, without_autocast
-from ctxext.kernels.blocks import QKV, PartRule
+from ctxext.kernels.blocks import QKV, Output, PartRule
 from ctxext.kernels.layout import Layout, Span
 from ctxext.kernels.regions import FADING, FULL, rectangles, tiles
 from ctxext.kernels.spans import Extent
@@ -317,7 +317,7 @@ def attend_pieces(
     settled: int = 0,
     sinks: Float[Tensor, " heads"] | None = None,
     tile: int | None = None,
-) -> Float[Tensor, "batch heads query value_dim"]:
+) -> Output:
     """Compute attention in ``pieces``, differentiable in q, k, v and sinks.
 
     Args:

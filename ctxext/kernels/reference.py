@@ -6,11 +6,10 @@ import functools
 import math
 
 import torch
-from jaxtyping import Float
 from torch import Tensor
 
 from ctxext.kernels.base import AttentionBackend, Call, Need, expand_heads
-from ctxext.kernels.blocks import OutputAndLse, PartRule, by_some_queries, score_blocks
+from ctxext.kernels.blocks import Output, OutputAndLse, PartRule, by_some_queries, score_blocks
 
 BYTES = 64 * 2**20
 """Memory in bytes of the scores that autograd computes at once. Below 32 MiB the C library keeps what is freed in one
@@ -34,7 +33,7 @@ class Reference(AttentionBackend):
             return "it masks by itself, but under this layout an engine around the kernel does."
         return None
 
-    def attend(self, call: Call) -> Float[Tensor, "batch heads query value_dim"]:
+    def attend(self, call: Call) -> Output:
         query = call.q.shape[2]
         size = max(1, BYTES // (4 * call.q.shape[0] * call.q.shape[1] * call.k.shape[2]))
         if torch.compiler.is_compiling() or size >= query:

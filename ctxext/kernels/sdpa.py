@@ -8,12 +8,12 @@ from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
-from jaxtyping import Bool, Float
+from jaxtyping import Bool
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ctxext.kernels.base import AttentionBackend, Call, Need, capability_of, evened, expand_heads
-from ctxext.kernels.blocks import QKV, OutputAndLse, PartRule, by_some_queries
+from ctxext.kernels.blocks import QKV, Output, OutputAndLse, PartRule, by_some_queries
 from ctxext.kernels.columns import with_columns
 from ctxext.kernels.layout import Layout, Span
 from ctxext.kernels.reference import Reference
@@ -92,7 +92,7 @@ class Sdpa(AttentionBackend):
             return "a sharded layout is square: as many keys as queries."
         return None
 
-    def attend(self, call: Call) -> Float[Tensor, "batch heads query value_dim"]:
+    def attend(self, call: Call) -> Output:
         kernel = FusedKernel(call.need, call.scale, call.dropout)
         q, k, v, layout = call.q, call.k, call.v, call.layout
         is_short = q.shape[2] <= self.dense_rows and q.shape[2] < k.shape[2]

@@ -11,6 +11,9 @@ from ctxext.errors import InvalidParameterError
 Extent = tuple[int, int]
 """Start and stop of some rows, heads, slots or positions."""
 Block = tuple[Extent, Extent, Extent]  # rows, queries, keys
+PerSlot = Int[Tensor, "batch seq"]
+PerQuery = Int[Tensor, "batch query"]
+PerKey = Int[Tensor, "batch key"]
 
 
 def require_no_hole(name: str, keep: Bool[Tensor, "batch seq"], remedy: str) -> None:
@@ -27,7 +30,7 @@ def require_no_hole(name: str, keep: Bool[Tensor, "batch seq"], remedy: str) -> 
         )
 
 
-def require_counted(side: str, positions: Int[Tensor, "batch seq"], documents: Int[Tensor, "batch seq"]) -> None:
+def require_counted(side: str, positions: PerSlot, documents: PerSlot) -> None:
     """Raise unless every token's position is at least 0.
 
     Raises:
@@ -42,7 +45,7 @@ def require_counted(side: str, positions: Int[Tensor, "batch seq"], documents: I
         )
 
 
-def require_distinct(side: str, positions: Int[Tensor, "batch seq"], documents: Int[Tensor, "batch seq"]) -> None:
+def require_distinct(side: str, positions: PerSlot, documents: PerSlot) -> None:
     """Raise unless positions are distinct inside each document.
 
     Raises:
@@ -61,10 +64,10 @@ def require_distinct(side: str, positions: Int[Tensor, "batch seq"], documents: 
 
 
 def find_spans(
-    query_positions: Int[Tensor, "batch query"],
-    key_positions: Int[Tensor, "batch key"],
-    query_documents: Int[Tensor, "batch query"],
-    key_documents: Int[Tensor, "batch key"],
+    query_positions: PerQuery,
+    key_positions: PerKey,
+    query_documents: PerQuery,
+    key_documents: PerKey,
 ) -> tuple[list[Block], bool] | None:
     """Return the blocks of ``Layout.spans``, and whether positions step by one in all; None without such blocks.
 

@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from ctxext.kernels.base import Call, expand_heads, runs_triton, without_autocast
+from ctxext.kernels.blocks import Output
 from ctxext.kernels.layout import Layout
 from ctxext.kernels.pieces import RotationForm, TurnedPiece
 from ctxext.kernels.regions import HIDDEN, MOST_PIECES
@@ -62,9 +63,7 @@ def served_by(layout: Layout, pieces: Sequence[TurnedPiece], first: int = 0) -> 
     return numbers[:, None]
 
 
-def attend_step(
-    call: Call, plan: StepPlan, *, settled: int = 0, sinks: Float[Tensor, " heads"] | None
-) -> Float[Tensor, "batch heads query value_dim"]:
+def attend_step(call: Call, plan: StepPlan, *, settled: int = 0, sinks: Float[Tensor, " heads"] | None) -> Output:
     """Compute attention of a few queries, without a gradient.
 
     Args:
@@ -155,7 +154,7 @@ def plan_split(
 
 def attend_split(
     q: Tensor, far: tuple[Tensor, Tensor], near: tuple[Tensor, Tensor, Tensor], plan: StepPlan, **how: Any
-) -> Float[Tensor, "batch heads query value_dim"]:
+) -> Output:
     """Compute a step of all heads by the kernel from two kinds of keys; ``near`` and ``how`` as in ``attend_rows``."""
     assert plan.for_kernel is not None
     return _rows(q, *far, plan.numbers, *plan.for_kernel, form=plan.form, near=near, **how)

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ctxext.errors import InvalidParameterError
 from ctxext.kernels import AttentionBackend, Call
-from ctxext.kernels.blocks import QKV, by_some_queries
+from ctxext.kernels.blocks import QKV, Output, by_some_queries
 from ctxext.kernels.columns import COLUMNS, HALF_MOST, columns_of, put_in_front
 from ctxext.kernels.sdpa import BIAS_BYTES, FusedKernel, Sdpa, bias_dtype, seen
 from ctxext.laboratory.near_far import attend_near_far, has_far_keys
@@ -75,7 +75,7 @@ class PairScore(Weighting):
         is_wide = dtype in (torch.float32, torch.float64)
         return "columns" if is_wide and type(self).columns is not PairScore.columns else "rows"
 
-    def attend(self, call: Call, backend: AttentionBackend) -> Float[Tensor, "batch heads query value_dim"]:
+    def attend(self, call: Call, backend: AttentionBackend) -> Output:
         training = call.need.training or (torch.is_grad_enabled() and any(one.requires_grad for one in self.weights))
         call = replace(call, need=replace(call.need, training=training))
         if not isinstance(backend, Sdpa):
