@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ctxext import registry
 from ctxext.errors import CheckpointError, InvalidParameterError, UnknownNameError, no_reach
-from ctxext.files import is_choice, parse_json
+from ctxext.files import JsonObject, is_choice, parse_json
 from ctxext.methods.formulas import as_longrope
 from ctxext.methods.parameters import Range, checked_tokens, parameters_of, require
 from ctxext.spec import AlibiSpec, BucketSpec, ExtensionArguments, Frequencies, PerHead, RopeSpec
@@ -85,19 +85,19 @@ class Method(ABC):
         """Return the number of tokens that the extended model is meant for."""
         return math.floor(trained_length * self.factor + 1e-6)
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> JsonObject:
         """Return the JSON form: ``{"method": name, **parameters}``."""
         values = {field.name: getattr(self, field.name) for field in fields(self)}
         values = {name: value for name, value in values.items() if value is not None or name not in self.later}
         return {"method": self.name} | {k: list(v) if isinstance(v, tuple) else v for k, v in values.items()}
 
-    def parameters(self) -> dict[str, Any]:
+    def parameters(self) -> JsonObject:
         """Return the parameters that were given, in JSON form, besides the factor."""
         given = self.to_dict().items()
         return {name: value for name, value in given if value is not None and name not in ("method", "factor")}
 
     @classmethod
-    def from_dict(cls: type[SomeMethod], data: dict[str, Any]) -> SomeMethod:
+    def from_dict(cls: type[SomeMethod], data: JsonObject) -> SomeMethod:
         """Rebuild a method from ``to_dict``'s form.
 
         Raises:
@@ -107,7 +107,7 @@ class Method(ABC):
         return cls.of(parameters)
 
     @classmethod
-    def of(cls: type[SomeMethod], parameters: dict[str, Any]) -> SomeMethod:
+    def of(cls: type[SomeMethod], parameters: JsonObject) -> SomeMethod:
         """Build a method from parameters by name.
 
         Raises:
@@ -145,11 +145,11 @@ class RopeMethod(Method):
     def frequencies(self, rope: RopeSpec, length: int) -> Frequencies:
         """Compute the frequencies in float64 for a sequence of ``length`` tokens (only dynamic methods use it)."""
 
-    def rope_parameters(self, rope: RopeSpec) -> dict[str, Any] | None:
+    def rope_parameters(self, rope: RopeSpec) -> JsonObject | None:
         """Return the ``rope_parameters`` that plain transformers reads as this method; None if it cannot."""
         return None
 
-    def as_longrope(self, rope: RopeSpec) -> dict[str, Any]:
+    def as_longrope(self, rope: RopeSpec) -> JsonObject:
         """Return the ``rope_parameters`` that hold the frequencies themselves."""
         return as_longrope(rope, self.frequencies(rope, rope.trained_length), self.factor)
 
@@ -276,7 +276,7 @@ def saved_class(name: object) -> type[Method]:
     )
 
 
-def choice_in(path: str | Path, **given: Any) -> dict[str, Any]:
+def choice_in(path: str | Path, **given: Any) -> JsonObject:
     """Read arguments of ``ctxext.patch`` from a file that ``ctxext choose -o choice.json`` wrote, where it has them.
 
     Raises:
@@ -339,7 +339,7 @@ def resolve(
     factor: float | None,
     target_length: int | None,
     trained_length: int | None,
-    parameters: dict[str, Any],
+    parameters: JsonObject,
 ) -> Method:
     """Turn what the user wrote into one method object, or say which two things contradict each other."""
     if isinstance(chosen, Method):
