@@ -72,8 +72,7 @@ class _FlashFamily(AttentionBackend):
     def why_not(self, need: Need) -> str | None:
         if need.device != "cuda":
             return f"flash-attn runs on CUDA only, found {need.device!r}."
-        never = self.why_never()
-        if never is not None:
+        if (never := self.why_never()) is not None:
             return never
         if need.capability is not None and need.capability[0] not in self.major:
             return f"its kernels are for compute capability {self.major}.x, found {need.capability}."
@@ -95,11 +94,7 @@ class _FlashFamily(AttentionBackend):
 
     def attend(self, call: Call) -> Output:
         causal = call.layout.sees == "past"
-        options: dict[str, Any] = {"softmax_scale": call.scale, "causal": causal}
-        if call.window is not None:
-            options["window_size"] = (call.window - 1, 0 if causal else call.window - 1)
-        if call.softcap is not None:
-            options["softcap"] = call.softcap
+        options = _options(PartRule(call.scale, causal, softcap=call.softcap, window=call.window))
         q, k, v = evened(call.q, call.k, call.v)
         q, k, v, extra = self.with_bias(replace(call, q=q, k=k, v=v))
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))  # [batch, seq, heads, head_dim], the packages' own layout
@@ -127,12 +122,7 @@ class _FlashFamily(AttentionBackend):
             q, k, v = evened(q, k, v)
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
         function = importlib.import_module(self.module).flash_attn_func
-        options: dict[str, Any] = {"softmax_scale": rule.scale, "causal": rule.causal, self.asks_lse: True}
-        if rule.softcap is not None:
-            options["softcap"] = rule.softcap
-        if rule.window is not None:
-            options["window_size"] = (rule.window - 1, 0)
-        out, lse = function(q, k, v, **options)[:2]
+        out, lse = function(q, k, v, **_options(rule), **{self.asks_lse: True})[:2]
         return out.transpose(1, 2)[..., :value_dim], lse
 
     @abstractmethod
@@ -271,6 +261,16 @@ class Flash4(_Columned):
         shape = (need.head_dim, need.value_dim or need.head_dim)
         is_shape = (need.lse and shape == (192, 128)) or (not need.training and shape == (256, 256))
         return 256 if major == 9 else shape[0] if is_shape and major in (10, 11) else 128
+
+
+def _options(rule: PartRule) -> dict[str, Any]:
+    """Return the arguments of a kernel by which all versions call a rule."""
+    options: dict[str, Any] = {"softmax_scale": rule.scale, "causal": rule.causal}
+    if rule.window is not None:
+        options["window_size"] = (rule.window - 1, 0 if rule.causal else rule.window - 1)
+    if rule.softcap is not None:
+        options["softcap"] = rule.softcap
+    return options
 
 
 def cache_lengths(layout: Layout) -> list[int] | None:
