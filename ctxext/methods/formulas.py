@@ -17,6 +17,8 @@ from ctxext.spec import AlibiSpec, Frequencies, PerHead, PerPair, RopeSpec
 # 1 and sin below 1e-18, which float32 and narrower types round away next to 1. The number fits a float32; its product
 # with a power of the base may overflow to infinity there, and the reciprocal of infinity is 0, as wanted.
 NEVER = 1e30
+# Arguments of tensors that formulas compute with, whatever the defaults of torch are.
+EXACT: dict[str, Any] = {"dtype": torch.float64, "device": "cpu"}
 
 Clip = Annotated[int | Literal["auto"] | None, Range(least=2, of="pairs")]
 """Number of frequencies that ``clipped`` slows."""
@@ -31,13 +33,13 @@ def plain_inv_freq(rope: RopeSpec, base: float | None = None) -> PerPair:
     """
     if rope.inv_freq is None:
         return geometric_inv_freq(rope, base)
-    trained = torch.tensor(rope.inv_freq, dtype=torch.float64, device="cpu")
+    trained = torch.tensor(rope.inv_freq, **EXACT)
     return trained if base is None else trained * (geometric_inv_freq(rope, base) / geometric_inv_freq(rope))
 
 
 def geometric_inv_freq(rope: RopeSpec, base: float | None = None) -> PerPair:
     """Compute ``base^(-2i/d)`` in float64, which transformers divides by the factors of a config."""
-    exponent = torch.arange(0, rope.rotary_dim, 2, dtype=torch.float64, device="cpu") / rope.rotary_dim
+    exponent = torch.arange(0, rope.rotary_dim, 2, **EXACT) / rope.rotary_dim
     return (rope.base if base is None else base) ** -exponent
 
 
@@ -123,7 +125,7 @@ def clipped(rope: RopeSpec, inv_freq: PerPair, clip: Clip) -> PerPair:
         expected = "a number of pairs, since fewer than two turn less than once in the trained window"
         require(count >= 2, "clip", clip, expected)
     require(count <= len(inv_freq), "clip", clip, f"at most {len(inv_freq)} pairs (rotary_dim / 2)")
-    share = (1 + torch.linspace(0, math.pi, count, dtype=torch.float64, device="cpu").cos()) / 2
+    share = (1 + torch.linspace(0, math.pi, count, **EXACT).cos()) / 2
     return torch.cat([inv_freq[:-count], inv_freq[-count:] * share])
 
 
@@ -161,8 +163,8 @@ def alibi_slopes(num_heads: int) -> PerHead:
     """
     require(num_heads >= 1, "num_heads", num_heads, "at least 1")
     power = 1 << (num_heads.bit_length() - 1)
-    series = torch.arange(1, power + 1, dtype=torch.float64, device="cpu") / power
-    between = (torch.arange(num_heads - power, dtype=torch.float64, device="cpu") + 0.5) / power
+    series = torch.arange(1, power + 1, **EXACT) / power
+    between = (torch.arange(num_heads - power, **EXACT) + 0.5) / power
     return torch.exp2(-8.0 * torch.cat([series, between]))
 
 
@@ -170,7 +172,7 @@ def trained_slopes(alibi: AlibiSpec) -> PerHead:
     """Return the slopes of the unextended checkpoint, float64."""
     if alibi.slopes is None:
         return alibi_slopes(alibi.num_heads)
-    return torch.tensor(alibi.slopes, dtype=torch.float64, device="cpu")
+    return torch.tensor(alibi.slopes, **EXACT)
 
 
 def rows_between(

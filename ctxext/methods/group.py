@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from ctxext.methods.base import Rows, TableMethod
+from ctxext.methods.formulas import EXACT
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,6 +30,4 @@ class Group(TableMethod):
     source = "arXiv:2404.12096"
 
     def rows(self, trained: int, target: int) -> Rows:
-        return (torch.arange(target, device="cpu") * trained // target)[:, None], torch.ones(
-            target, 1, dtype=torch.float64, device="cpu"
-        )
+        return (torch.arange(target, device="cpu") * trained // target)[:, None], torch.ones(target, 1, **EXACT)

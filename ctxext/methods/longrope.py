@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 import torch
 
 from ctxext.methods.base import RopeMethod
-from ctxext.methods.formulas import NEVER, plain_inv_freq
+from ctxext.methods.formulas import EXACT, NEVER, plain_inv_freq
 from ctxext.methods.parameters import Positive, Range, require
 from ctxext.spec import Frequencies, RopeSpec
 
@@ -61,7 +61,7 @@ class LongRoPE(RopeMethod):
     def frequencies(self, rope: RopeSpec, length: int) -> Frequencies:
         name = "long_factor" if length > rope.trained_length else "short_factor"
         self._require_fitting(rope, name)
-        divisors = torch.tensor(getattr(self, name), dtype=torch.float64, device="cpu")
+        divisors = torch.tensor(getattr(self, name), **EXACT)
         return Frequencies(plain_inv_freq(rope) / divisors, self._attention_scale(rope))
 
     def rope_parameters(self, rope: RopeSpec) -> dict[str, Any]:
@@ -80,7 +80,7 @@ class LongRoPE(RopeMethod):
 
     @classmethod
     def example(cls, rope: RopeSpec) -> LongRoPE:
-        ramp = torch.linspace(0, 1, rope.rotary_dim // 2, dtype=torch.float64, device="cpu")
+        ramp = torch.linspace(0, 1, rope.rotary_dim // 2, **EXACT)
         return cls(factor=4.0, short_factor=tuple((1.1**ramp).tolist()), long_factor=tuple((4.0**ramp).tolist()))
 
     def _require_fitting(self, rope: RopeSpec, name: str) -> None:

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import torch
 
 from ctxext.methods.base import RopeMethod
-from ctxext.methods.formulas import plain_inv_freq
+from ctxext.methods.formulas import EXACT, plain_inv_freq
 from ctxext.methods.parameters import Positive, Range, require
 from ctxext.spec import Frequencies, RopeSpec
 
@@ -41,7 +41,7 @@ class Table(RopeMethod):
     def frequencies(self, rope: RopeSpec, length: int) -> Frequencies:
         expected = f"{rope.rotary_dim // 2} (rotary_dim / 2)"
         require(len(self.inv_freq) == rope.rotary_dim // 2, "the length of inv_freq", len(self.inv_freq), expected)
-        return Frequencies(torch.tensor(self.inv_freq, dtype=torch.float64, device="cpu"), self.attention_scale)
+        return Frequencies(torch.tensor(self.inv_freq, **EXACT), self.attention_scale)
 
     def rope_parameters(self, rope: RopeSpec) -> dict[str, Any]:
         return self.as_longrope(rope)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from ctxext.methods.base import Rows, TableMethod
+from ctxext.methods.formulas import EXACT
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,6 +31,4 @@ class Tiling(TableMethod):
     source = "arXiv:2004.05150"
 
     def rows(self, trained: int, target: int) -> Rows:
-        return (torch.arange(target, device="cpu") % trained)[:, None], torch.ones(
-            target, 1, dtype=torch.float64, device="cpu"
-        )
+        return (torch.arange(target, device="cpu") % trained)[:, None], torch.ones(target, 1, **EXACT)

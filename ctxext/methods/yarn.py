@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 import torch
 
 from ctxext.methods.base import RopeMethod
-from ctxext.methods.formulas import Clip, blend, clipped, index_that_turns, turns_ramp
+from ctxext.methods.formulas import EXACT, Clip, blend, clipped, index_that_turns, turns_ramp
 from ctxext.methods.parameters import Positive, Range, require
 from ctxext.spec import Frequencies, PerPair, RopeSpec
 
@@ -133,5 +133,5 @@ class YaRN(RopeMethod):
         first, last = max(first, 0), min(last, rope.rotary_dim - 1)
         if first == last:
             last += 0.001
-        index = torch.arange(rope.rotary_dim // 2, dtype=torch.float64, device="cpu")
+        index = torch.arange(rope.rotary_dim // 2, **EXACT)
         return 1 - ((index - first) / (last - first)).clamp(0, 1)
