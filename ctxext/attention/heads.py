@@ -35,6 +35,7 @@ from ctxext.spec import ExtensionArguments
 from ctxext.version import __version__
 
 SEEDS = (0, 1, 2)
+ByProbe = dict[str, tuple[float, ...]]
 
 
 @dataclass(frozen=True)
@@ -54,8 +55,8 @@ class HeadScores:
     """
 
     kv_heads: tuple[int, ...]
-    probes: dict[str, tuple[float, ...]]
-    spread: dict[str, tuple[float, ...]] = field(default_factory=dict)
+    probes: ByProbe
+    spread: ByProbe = field(default_factory=dict)
     fingerprint: str = ""
     settings: JsonObject = field(default_factory=dict)
     windowed: tuple[int, ...] = ()
@@ -264,8 +265,8 @@ def _scored(
     recorder: Recorder, texts: dict[str, list[Repetition]], seeds: Sequence[int], text: str | None = None
 ) -> HeadScores:
     """Read the texts of each probe, and return the mean and the spread of the scores over a probe's texts."""
-    probes: dict[str, tuple[float, ...]] = {}
-    spread: dict[str, tuple[float, ...]] = {}
+    probes: ByProbe = {}
+    spread: ByProbe = {}
     kv_heads: tuple[int, ...] = ()
     for name, repetitions in texts.items():
         layers = [recorder.run(repetition) for repetition in repetitions]
