@@ -69,7 +69,7 @@ class PictureRequest:
     @cached_property
     def structure(self) -> Subject:
         """Model of the checkpoint on the meta device."""
-        return Subject.of(meta_model(self.config, trust_remote_code=self.trust))
+        return Subject(meta_model(self.config, trust_remote_code=self.trust))
 
     @cached_property
     def positions(self) -> Literal["table", "rotation", "elsewhere"] | None:
@@ -134,7 +134,7 @@ class PictureRequest:
                 raise InvalidParameterError(
                     f"There is no layer {self.layer} with an encoding: the model has {len(modules)}."
                 )
-            subject = Subject.of(model)
+            subject = Subject(model)
             spec = spec_of(subject, known_trained_length(subject, self.trained_length))
             module, layer = modules[self.layer], f", layer {self.layer}" if len(modules) > 1 else ""
         return method, module, spec, state if any(True for _ in module.parameters()) else "", layer
