@@ -46,8 +46,10 @@ def _require_slopes(method: BiasMethod, request: PictureRequest) -> None:
     Raises:
         IncompatibleError: with the way to find what the checkpoint has.
     """
-    family = find_architecture(request.structure) if request.positions == "elsewhere" else None
-    if request.positions == "elsewhere" and (family is None or family.methods is not BiasMethod):
+    if request.positions != "elsewhere":
+        return
+    family = find_architecture(request.structure)
+    if family is None or family.methods is not BiasMethod:
         raise IncompatibleError(
             f"Method {method.name!r} changes nothing in {request.checkpoint}: its heads have no slopes, and nothing "
             f"rotates. `ctxext inspect {request.checkpoint}` names the methods that fit."
