@@ -225,19 +225,18 @@ def _load(
     parts = () if config is None else (config, text_of(config))  # a config of several parts may name it in one
     kept = next((part.dtype for part in parts if part.dtype is not None), None)
     chosen, why = (dtype, "as asked for") if dtype != "auto" else safe_dtype(kept, device)
-    kind: dict[str, Any] = {"plain_class": AutoModelForCausalLM}  # what was saved extended knows its own class
-    if masked:
-        kind = dict.fromkeys(("plain_class", "auto_class"), AutoModelForMaskedLM)
+    wanted: Any = AutoModelForMaskedLM if masked else AutoModelForCausalLM
+    asked = wanted if masked else None  # what was saved extended knows its own class
     extended = config is not None and saved_extension(config, where) is not None
     if config is not None and not extended:
-        require_class(config, kind["plain_class"], source)
-    outline = functools.partial(meta_model, config, auto_class=kind.get("auto_class" if extended else "plain_class"))
+        require_class(config, wanted, source)
+    outline = functools.partial(meta_model, config, auto_class=asked if extended else wanted)
     if (dtype, chosen) == ("auto", "bf16"):
         why = "weights dequantised from GGUF" if file else why
         if device.type == "cpu" and emulates_bf16() and _fit_in_fp32(where, outline, file, **trust):
             chosen, why = "fp32", "this CPU has no bfloat16 arithmetic"
     if weights or adapted:
-        model = load_saved(source, dtype=DTYPES[chosen], **kind, **trust, **loading)
+        model = load_saved(source, plain_class=wanted, auto_class=asked, dtype=DTYPES[chosen], **trust, **loading)
     else:
         model = outline(dtype=DTYPES[chosen], **trust)
         model = attached(model, where) if extended else model
