@@ -153,16 +153,14 @@ def require_evaluation(model: PreTrainedModel) -> None:
         )
 
 
-def check_token_ids(input_ids: Tensor, *, least: int) -> None:
-    """Raise ``InvalidParameterError`` unless ``input_ids`` is [batch, tokens], of integers, with enough tokens."""
+def check_token_ids(input_ids: Tensor) -> None:
+    """Raise ``InvalidParameterError`` unless ``input_ids`` is [batch, tokens], of integers, at least two in a row."""
     if input_ids.dim() != 2 or input_ids.is_floating_point() or input_ids.dtype == torch.bool:
         raise InvalidParameterError(
             f"input_ids must be integers of shape [batch, tokens], found {input_ids.dtype} {list(input_ids.shape)}."
         )
-    if input_ids.shape[0] < 1 or input_ids.shape[1] < least:
-        raise InvalidParameterError(
-            f"input_ids must hold at least one row of {least} tokens, found {list(input_ids.shape)}."
-        )
+    if input_ids.shape[0] < 1 or input_ids.shape[1] < 2:
+        raise InvalidParameterError(f"input_ids must hold at least one row of 2 tokens, found {list(input_ids.shape)}.")
 
 
 def check_known(model: nn.Module, ids: Tensor, *, predicted: bool = False) -> None:

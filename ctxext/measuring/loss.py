@@ -57,7 +57,7 @@ def loss_by_position(
 
 def _pieces(model: nn.Module, input_ids: Tensor, **how: Any) -> Iterator[Float[Tensor, "batch piece"]]:
     """Yield the losses of consecutive positions; ``how`` is for ``logits_in_chunks``."""
-    check_token_ids(input_ids, least=2)
+    check_token_ids(input_ids)
     check_known(model, input_ids[:, :1])
     check_known(model, input_ids[:, 1:], predicted=True)
     inputs, targets = (part.to(next(model.parameters()).device) for part in (input_ids[:, :-1], input_ids[:, 1:]))
@@ -128,7 +128,7 @@ def truncated_loss(
 
     Source: Press et al., arXiv:2012.15832 (sliding window evaluation), with a window that is always full.
     """
-    check_token_ids(input_ids, least=2)
+    check_token_ids(input_ids)
     stride = max(1, (window - prefix) // 4) if stride is None else stride
     windows = truncation_windows(input_ids.shape[1] - 1, window=window, stride=stride, start=start, prefix=prefix)
     return torch.cat([each.losses(model, input_ids, chunk=chunk, cached=cached) for each in windows], dim=1)
