@@ -99,10 +99,13 @@ def main(pages: Annotated[list[Path] | None, typer.Argument()] = None, part: str
         raise typer.BadParameter(f"A part is a number from 1 and a number of parts, as 3/8. Found: {part}")
     (ROOT / "runs").mkdir(exist_ok=True)
     where = origin()
-    rows = [] if pages else [run(stage, number, parts, where) for stage in dealt(number, parts)]
     earlier = [path.read_text(encoding="utf-8") for path in [*(pages or []), *([PAGE] if PAGE.exists() else [])]]
-    PAGE.write_text(written := page(rows, *earlier), encoding="utf-8")
-    print(f"\n{written}")
+    rows: list[Row] = []
+    PAGE.write_text(page(rows, *earlier), encoding="utf-8")
+    for stage in [] if pages else dealt(number, parts):
+        rows.append(run(stage, number, parts, where))
+        PAGE.write_text(page(rows, *earlier), encoding="utf-8")  # a night may be cut short
+    print(f"\n{PAGE.read_text(encoding='utf-8')}")
     raise typer.Exit(any(row.result == "failed" for row in rows))
 
 

