@@ -309,7 +309,7 @@ class Tried:
         return any(layer.sees_both_ways for layer in self.layers.values())
 
     def implementation(self, own: str) -> str:
-        """Return the attention of transformers that computes as the model's code asks: its own, or else eager.
+        """Return the attention of transformers that computes as the model's code does, or eager attention.
 
         sdpa drops soft caps, and transformers 5.16 takes it for Gemma 2 and its kin all the same.
         """

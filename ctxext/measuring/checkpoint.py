@@ -226,7 +226,7 @@ def _load(
     kept = next((part.dtype for part in parts if part.dtype is not None), None)
     chosen, why = (dtype, "as asked for") if dtype != "auto" else safe_dtype(kept, device)
     wanted: Any = AutoModelForMaskedLM if masked else AutoModelForCausalLM
-    asked = wanted if masked else None  # what was saved extended knows its own class
+    asked = wanted if masked else None  # an extended checkpoint names its class
     extended = config is not None and saved_extension(config, where) is not None
     if config is not None and not extended:
         require_class(config, wanted, source)

@@ -45,8 +45,8 @@ class Journal:
     Args:
         path: File of process 0, such as ``cells.jsonl``; process 1 writes ``cells.1.jsonl`` next to it. None keeps
             everything in memory alone.
-        identity: Name of the file beside it that identifies the measurement; the whole folder belongs to the journal
-            then. None where the first line of the journal identifies it.
+        identity: Name of the file in the same folder that identifies the measurement; the whole folder belongs to the
+            journal then. None where the first line of the journal identifies it.
 
     Raises:
         ResultsError: the folder is there, and is something else's.
@@ -80,7 +80,7 @@ class Journal:
         place = str(self._identity or self.path)
         with explain_disk_error(self.path):
             claimed = self._claimed(self.path)
-            if claimed is None:
+            if claimed is None:  # the first process that comes writes down whose it is
                 identity = {"made_by": identity["made_by"], "format": FORMAT, **identity}
                 if self._identity is None:
                     self.append(identity)

@@ -88,7 +88,7 @@ class Reading:
 
     @property
     def identity(self) -> list[Any]:
-        """JSON values that tell its losses from those of other readings; see ``Readings.key``."""
+        """JSON values that tell its losses from other readings' losses; see ``Readings.key``."""
         return [self.name, self.method, self.fingerprint]
 
     @property
