@@ -114,7 +114,7 @@ class Walk:
     texts: list[Text] = field(default_factory=list)
     owed: list[Any] = field(default_factory=list)
     way: str = ""
-    now: int = 0
+    now: list[int] = field(default_factory=list)
     reconfigured: bool = False
     dtype: str = ""
 
@@ -173,8 +173,8 @@ class Walk:
 
     def outgrows(self, text: Text) -> bool:
         """Whether the call that was refused gives cached tokens other positions."""
-        rows = zip(text.history, text.fitted, text.declared, strict=False)
-        return any(row and self.fitted(len(row) + self.now, said) != before for row, before, said in rows)
+        rows = zip(text.history, text.fitted, text.declared, self.now, strict=False)
+        return any(row and now and self.fitted(len(row) + now, said) != before for row, before, said, now in rows)
 
     def right(self, tokens: list[int], declared: int | None) -> Tensor:
         """Return the true logits of a text."""
@@ -228,7 +228,7 @@ class Walk:
         for operation, seed in self.point.operations:
             self.chance.seed(seed)
             torch.manual_seed(seed)
-            (name, _, self.way), self.now = operation.partition(" "), 0
+            (name, _, self.way), self.now = operation.partition(" "), []
             try:
                 if self.point.takes(name):
                     getattr(self, f"do_{name}")(self.texts[-1] if self.texts else self.begin())
@@ -298,7 +298,7 @@ class Walk:
             at = self.slots(count, width)
             ids[row, at] = torch.tensor([self.chance.randrange(40, 120) for _ in at], dtype=torch.long)
             keep[row, at] = True
-        self.now = max(counts)
+        self.now = counts
         found = self.call(text, ids, keep, run)
         self.accept(text, ids, keep)
         for row, tokens in enumerate(text.history):
@@ -631,9 +631,9 @@ class Walk:
         options = GREEDY | {"max_new_tokens": new, "attention_mask": mask.long()} | WAYS[way]
         options |= {"past_key_values": text.cache} if goes_on else {}
         options |= {"assistant_model": self.plain} if way == "assistant" else {}
-        self.now, self.way, embed = new + width, way, self.model.get_input_embeddings()
+        self.now, self.way, embed = [new + width] * rows, way, self.model.get_input_embeddings()
         inputs = {"inputs_embeds": embed(prompt)} if way == "embeds" else {"input_ids": prompt}
-        if way == "embeds" and self.fitted(1, None) != self.fitted(most + self.now, None):
+        if way == "embeds" and self.fitted(1, None) != self.fitted(most + new + width, None):
             text.history, text.fitted = [[0] for _ in text.history], [L] * rows  # refused once it outgrows the window
         if text not in self.texts:
             self.texts.append(text)
@@ -645,7 +645,7 @@ class Walk:
             answer = out.sequences[:, prompt.shape[1] : -1]
             self.accept(text, torch.cat([ids, answer], 1), torch.cat([keep, torch.ones_like(answer).bool()], 1))
             self.texts.append(text)
-            self.way, self.now = "", 0
+            self.way, self.now = "", []
             self.read(text, 1)
 
     def _generated(self, out: Any, way: str, histories: list[list[int]], new: int) -> None:
