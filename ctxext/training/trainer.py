@@ -63,8 +63,7 @@ class LongTrainer(Trainer):  # type: ignore[misc]
         configs = self.subject.config, self.subject.text
         self._caching = [config for config in configs if getattr(config, "use_cache", False)]
         super().__init__(model, *args, **{"data_collator": collate, **kwargs})
-        for config in self._caching:  # the Trainer tells the whole config only
-            config.use_cache = self.args.use_cache
+        self._set_caching(self.args.use_cache)  # the Trainer tells the whole config only
         if not _counts_tokens(type(self.subject.model)):
             # BERT's class takes the number of tokens in a step among its keywords, and no notice of it: its loss is the
             # mean of one pass, which the Trainer would add up over all that a step accumulates.
@@ -100,13 +99,18 @@ class LongTrainer(Trainer):  # type: ignore[misc]
             data = self.train_dataset
             self.train_dataset = DerivedSequences(data, state.global_step * len(data) // self.args.max_steps)
             self.args.ignore_data_skip = True
+        self._set_caching(self.args.use_cache)
         try:
             with explain_out_of_memory("a step of training", SMALLER):
                 return super().train(resume_from_checkpoint, **kwargs)
         finally:
             release_attention(self.subject)
-            for config in self._caching:
-                config.use_cache = True
+            self._set_caching(True)
+
+    def _set_caching(self, whether: bool) -> None:
+        """Let the model cache, or keep it from caching: with a cache, packed documents would see each other."""
+        for config in self._caching:
+            config.use_cache = whether
 
     def _prepare_context_parallel_inputs(self, model: nn.Module, inputs: Given) -> Any:
         """Prepare inputs as the Trainer does, and add the length of the whole sequence for a patched model."""
@@ -129,7 +133,12 @@ class LongTrainer(Trainer):  # type: ignore[misc]
     def prediction_step(self, model: nn.Module, inputs: Given, *args: Any, **kwargs: Any) -> Any:
         """Run one forward pass of an evaluation."""
         inputs = {name: value for name, value in inputs.items() if name != "index"}
-        return super().prediction_step(model, inputs, *args, **kwargs)
+        before = any(config.use_cache for config in self._caching)
+        self._set_caching(self.args.use_cache)
+        try:
+            return super().prediction_step(model, inputs, *args, **kwargs)
+        finally:
+            self._set_caching(before)
 
     def _largest_gradient(self, model: nn.Module) -> float:
         """Sum over processes the largest number in each process's gradients: NaN on one process makes the sum NaN.

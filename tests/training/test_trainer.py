@@ -146,3 +146,16 @@ def test_a_language_model_inside_another_keeps_packed_documents_apart(tmp_path: 
     LongTrainer(model, arguments, train_dataset=rows)
     found = model(input_ids=packed, position_ids=positions).logits[:, 16:]
     torch.testing.assert_close(found, model(input_ids=packed[:, 16:]).logits, rtol=0, atol=1e-5)
+
+
+@pytest.mark.slow
+def test_no_step_fills_a_cache_however_often_the_trainer_runs(tmp_path: Path) -> None:
+    """With a cache, packed documents would see each other; afterwards the model writes text with one again."""
+    trainer, caching = trainer_of(tmp_path), []
+    config = trainer.subject.config
+    trainer.model.register_forward_pre_hook(lambda *_: caching.append(config.use_cache))
+    for run in (trainer.train, trainer.train, lambda: trainer.evaluate(trainer.train_dataset)):
+        run()
+        assert config.use_cache
+    assert len(caching) >= 3
+    assert not any(caching)
