@@ -26,7 +26,7 @@ from ctxext.evaluation.report.figures import Figure, Panel, colours_for, draw_gr
 from ctxext.evaluation.report.page import Heading, Page, TextTable
 from ctxext.files import JsonObject, package_folders, parse_json
 from ctxext.measuring.checkpoint import Checkpoint
-from ctxext.measuring.forward import Progress, follows_length, layers_of, ticking
+from ctxext.measuring.forward import Progress, check_known, follows_length, layers_of, ticking
 from ctxext.measuring.journal import Journal
 from ctxext.measuring.labels import all_of, perplexity_label, tokens_label
 from ctxext.measuring.loss_table import LossTable
@@ -209,6 +209,8 @@ def read_and_answer(
         raise IncompatibleError(
             f"{type(causal).__name__} takes no cache; the demo needs one. Use `ctxext eval compare`."
         )
+    check_known(causal, ids)
+    check_known(causal, ids[0, positions + 1], predicted=True)
     ids, positions, request = (tensor.to(causal.device) for tensor in (ids, positions, asked.request))
     # A dynamic method fits its positions to all tokens that the cache will hold.
     reach = {"ctxext_length": ids.shape[1] + len(request) + WRITTEN} if follows_length(subject) else {}

@@ -303,3 +303,12 @@ def test_a_model_that_keeps_its_state_to_itself_is_refused() -> None:
         read_and_answer(tiny("recurrent_gemma"), ids, torch.tensor([7]), passage)
     losses, _ = read_and_answer(tiny("minimax"), ids, torch.tensor([7]), passage)
     assert losses.isfinite().all()
+
+
+def test_a_token_that_the_model_lacks_is_named() -> None:
+    """Mllama reads a token for images, of which its head knows nothing."""
+    model, ids = tiny("mllama"), tokens(40)
+    passage = Passage(TokenisedDocument("", ids, 0), torch.arange(5), torch.tensor([44]), 0)
+    ids[0, 8] = model.config.vocab_size
+    with pytest.raises(InvalidParameterError, match=r"has token 128 of its tokenizer, and this mllama.* knows 128"):
+        read_and_answer(model, ids, torch.tensor([7]), passage)
