@@ -124,7 +124,7 @@ def plan(
     from ctxext.checkpoints.adapters import base_of, is_adapter
     from ctxext.checkpoints.load import extended_config
     from ctxext.checkpoints.source import checked_path, config_place, quantised_beside, read_any_config
-    from ctxext.measuring.checkpoint import DTYPES
+    from ctxext.measuring.checkpoint import DTYPES, stored_dtype
     from ctxext.planning.plan import longest, plan_serving, plan_training, reach_of
     from ctxext.planning.quantised import stored_as
     from ctxext.training.memory import Memory
@@ -143,7 +143,7 @@ def plan(
         config.quantization_config = packed
     dtype: str = asked.dtype
     if dtype == "auto":
-        dtype = "fp16" if getattr(config, "dtype", None) == DTYPES["fp16"] else "bf16"
+        dtype = "fp16" if stored_dtype(config) == DTYPES["fp16"] else "bf16"
     common: dict[str, Any] = {"dtype": DTYPES[dtype], "quantisation": asked.quantisation, "trust_remote_code": trust}
     with terminal(stderr=True).status("Planning ..."), warnings.catch_warnings():
         # PEFT reads an attribute that transformers has renamed, and says so.

@@ -161,6 +161,11 @@ def checked_device(device: str | torch.device | None) -> torch.device:
     return place
 
 
+def stored_dtype(config: Any) -> torch.dtype | None:
+    """Return the dtype of the weights by a config, which may name the dtype in its text part alone; None for none."""
+    return next((part.dtype for part in (config, text_of(config)) if part.dtype is not None), None)
+
+
 def safe_dtype(stored: torch.dtype | None, device: torch.device) -> tuple[str, str]:
     """Choose the dtype to measure in, and say why: bfloat16 wherever that loses nothing that matters.
 
@@ -222,8 +227,7 @@ def _load(
         config = None if file and weights else read_any_config(where, **trust, **file)  # a GGUF file says no dtype
     if config is not None and not masked:
         require_language_model(config, where)
-    parts = () if config is None else (config, text_of(config))  # a config of several parts may name it in one
-    kept = next((part.dtype for part in parts if part.dtype is not None), None)
+    kept = None if config is None else stored_dtype(config)
     chosen, why = (dtype, "as asked for") if dtype != "auto" else safe_dtype(kept, device)
     wanted: Any = AutoModelForMaskedLM if masked else AutoModelForCausalLM
     asked = wanted if masked else None  # an extended checkpoint names its class

@@ -10,9 +10,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, BertLMHeadModel
 
+from ctxext.checkpoints.source import read_any_config
 from ctxext.errors import IncompatibleError, InvalidParameterError
 from ctxext.files import read_json
-from ctxext.measuring.checkpoint import Checkpoint, load_checkpoint
+from ctxext.measuring.checkpoint import Checkpoint, load_checkpoint, stored_dtype
 from tests._checkpoints import rain, save_with_tokenizer
 from tests._models import bert, tiny
 from tests._programs import command
@@ -86,6 +87,7 @@ def test_a_dtype_that_the_text_part_alone_names_is_kept(whole: Any, text: Any, t
     for part, dtype in ((config, whole), (config["text_config"], text)):
         part["dtype"] = None if dtype is None else str(dtype).removeprefix("torch.")
     (tmp_path / "config.json").write_text(json.dumps(config))
+    assert stored_dtype(read_any_config(tmp_path)) == torch.float16  # by which `ctxext plan` counts, too
     checkpoint = load_checkpoint(str(tmp_path), device="cpu", weights=False)
     assert checkpoint.dtype_note.startswith("fp32 (stored in float16")
     assert checkpoint.stored == "float16"
