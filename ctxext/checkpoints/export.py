@@ -316,7 +316,7 @@ def read_extended(config: Any, served: Any = None) -> ExtensionInConfig:
         pairs=pairs,
         scale=scale,
         unsaid={} if served is None else _changed(config, served),
-        left_over=frozenset() if served is None else frozenset(field.name for field in foreign_fields(served)),
+        files={} if served is None else dict(rope_dicts(text_of(served))).get(layer_type, {}),
         way_to_run=way_to_run(config),
     )
 

@@ -9,7 +9,7 @@ import math
 import shlex
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -106,7 +106,7 @@ class ExtensionInConfig:
         trained_length: tokens before the extension, where the config gives them.
         windows: lengths that the weights may have been trained for, where the config leaves that open.
         unsaid: config fields that the files to be served do not hold yet.
-        left_over: keys in the rope dict of those files that only other programs read.
+        files: Rope dict in those files; empty where they hold the extended one.
         guarded: True if those files stop programs that read the fields of transformers 4.
         way_to_run: the way to run the checkpoint that is left where no runtime can.
     """
@@ -118,7 +118,7 @@ class ExtensionInConfig:
     scale: float
     unsaid: JsonObject
     windows: tuple[int, ...] = ()
-    left_over: frozenset[str] = frozenset()
+    files: JsonObject = field(default_factory=dict)
     guarded: bool = False
     pairs: int | None = None
     way_to_run: str = "Serve it with ctxext serve"

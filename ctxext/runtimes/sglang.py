@@ -127,9 +127,9 @@ def _promised(extended: ExtensionInConfig) -> int:
 
 def _neutral(extended: ExtensionInConfig) -> JsonObject:
     """Return values that neutralise keys of the files which a merged override would keep."""
-    values = {"attn_factor": 1.0, "extrapolation_factor": 1.0}
+    values: JsonObject = {"attn_factor": 1.0, "extrapolation_factor": 1.0, "mscale": None, "mscale_all_dim": None}
     values |= dict.fromkeys(("short_mscale", "long_mscale"), extended.scale)
-    return {name: value for name, value in values.items() if name in extended.left_over}
+    return {name: value for name, value in values.items() if name in extended.files.keys() - extended.rope.keys()}
 
 
 def _scale(extended: ExtensionInConfig) -> JsonObject:

@@ -57,10 +57,14 @@ def test_sglang_computes_what_the_method_says(llama: Path, method: Method, on_di
     assert made.exact == same(found, wanted(method, TRAINED))
 
 
-def test_what_the_files_say_of_another_yarn_is_said_anew() -> None:
+@pytest.mark.parametrize(
+    "said", [{"beta_fast": 16.0, "beta_slow": 2.0, "truncate": False}, {"mscale": 1.0, "mscale_all_dim": 0.5}], ids=min
+)
+@pytest.mark.parametrize("own", [{}, {"attention_factor": 1.1}, {"mscale": 0.7, "mscale_all_dim": 0.9}], ids=str)
+def test_what_the_files_say_of_another_yarn_is_said_anew(said: dict[str, Any], own: dict[str, float]) -> None:
     rope = {"rope_type": "yarn", "factor": 4.0, "rope_theta": 10000.0, "original_max_position_embeddings": TRAINED}
-    plain = LlamaConfig(**SHAPE, rope_parameters=rope | {"beta_fast": 16.0, "beta_slow": 2.0, "truncate": False})
-    method = METHODS["yarn"].from_dict({"factor": 8.0})
+    plain = LlamaConfig(**SHAPE, rope_parameters=rope | said)
+    method = METHODS["yarn"].from_dict({"factor": 8.0} | own)
     extended = extended_config(plain, method, scaling="replace", trained_length=TRAINED)
     made = export_config(extended, to="sglang", served=plain)
     assert made.exact
