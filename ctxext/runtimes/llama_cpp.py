@@ -191,14 +191,15 @@ def is_scaling(key: str) -> bool:
 
 
 def _by_flags(extended: ExtensionInConfig, line: JsonObject) -> Export:
-    proven, why = verdict(line, _form(extended), from_original=bool(extended.unsaid))
+    stays = _stays(extended, line)
+    proven, why = verdict(line, _form(extended), from_original=bool(extended.unsaid) and not stays)
     notes, exact = _losses(extended)
     if not proven:
         notes.append(why)
     notes += extended.length_notes
     if extended.unsaid:
         by_flags = verdict(line, _form(extended), from_original=True)[0] is not False
-        notes.insert(0, _UNCONVERTED if by_flags else _CONVERT_FIRST)
+        notes.insert(0, stays or (_UNCONVERTED if by_flags else _CONVERT_FIRST))
         windowed = line.get("architecture") in (None, *WINDOWED)  # the others have no window to lift
         if windowed and {"sliding_window", "layer_types"} & extended.unsaid.keys():
             notes.append("No flag lifts the sliding window: convert the extended checkpoint (ctxext patch).")
@@ -216,6 +217,13 @@ def _by_flags(extended: ExtensionInConfig, line: JsonObject) -> Export:
     return LlamaCpp().serving(extended, *flags, notes=notes, exact=exact and proven is True)
 
 
+def _stays(extended: ExtensionInConfig, line: JsonObject) -> str:
+    """Return a note where a GGUF of the original scales positions by a tensor, whatever the flags are; else ""."""
+    kind = extended.files.get("rope_type")
+    has_tensor = kind in ("llama3", "longrope") and line.get("forms", {}).get(kind, {}).get("tensors", True)
+    return _STAYS.format(kind) if has_tensor else ""
+
+
 def _is_capped(extended: ExtensionInConfig) -> bool:
     """Return whether the GGUF names a shorter length, at which llama-server stops."""
     return bool(extended.unsaid) or extended.target_length > longest(extended)
@@ -226,6 +234,10 @@ _UNCONVERTED = "These flags are for a GGUF of the original checkpoint."
 _CONVERT_FIRST = (
     "No flag expresses these frequencies on a GGUF of the original checkpoint. Write the extended checkpoint (ctxext "
     "patch) and convert that one; the flags are for that GGUF."
+)
+_STAYS = (
+    "A GGUF of the original checkpoint may hold its rope_type {!r} in a tensor, which acts beside all flags. Write the "
+    "extended checkpoint (ctxext patch) and convert that one; the flags are for that GGUF."
 )
 _COPY = (
     "Flags alone cannot express this extension. Add --gguf IN.gguf OUT.gguf to the same command: it writes a copy of "

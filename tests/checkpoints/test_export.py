@@ -252,6 +252,20 @@ def test_flags_say_what_the_gguf_does_not(form: str, method: Method) -> None:
         )
 
 
+@pytest.mark.parametrize("method", ["yarn", "ntk", "pi"])
+@pytest.mark.parametrize(("kind", "stays"), [("llama3", True), ("linear", False)])
+def test_a_tensor_in_the_gguf_of_the_original_acts_beside_flags(kind: str, stays: bool, method: str) -> None:
+    """The converter writes llama3 as rope_freqs.weight, which no flag takes off."""
+    rope = {"rope_type": kind, "rope_theta": 10000.0, "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    rope |= {"original_max_position_embeddings": TRAINED}
+    plain = LlamaConfig(**(SHAPE | {"max_position_embeddings": TARGET}), rope_parameters=rope)
+    extended = extended_config(plain, method, factor=8.0, trained_length=TRAINED, scaling="replace")
+    made = export_config(extended, to="llama.cpp", served=plain)
+    assert made.exact
+    assert any("convert that one; the flags are for that GGUF" in note for note in made.notes) == stays
+    assert any("for a GGUF of the original checkpoint." in note for note in made.notes) != stays
+
+
 def test_longrope_of_phi3_is_baked_by_the_converter() -> None:
     factors = [1.0 + index for index in range(8)]
     rope = {"rope_type": "longrope", "rope_theta": 10000.0, "short_factor": [1.0] * 8, "long_factor": factors}
