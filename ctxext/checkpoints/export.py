@@ -86,6 +86,7 @@ def export(
         raise InvalidParameterError(f"gguf must be two paths, of a GGUF file and of the copy to write, found {gguf!r}.")
     if method is None:
         refuse_without_method(arguments, "the extension that is there is exported")
+    is_there = isinstance(checkpoint, str | os.PathLike)
     if not isinstance(checkpoint, str | os.PathLike):
         if method is not None:
             raise InvalidParameterError("A model is exported as it is patched; give method with a checkpoint path.")
@@ -100,7 +101,7 @@ def export(
     if served is None:
         require_consistent(config, trust_remote_code)
     if gguf is None and served is None:
-        return with_start(export_config(config, to=to, guarded=guarded), place)
+        return with_start(export_config(config, to=to, guarded=guarded), place, is_there=is_there)
     if gguf is None:
         return _of_original(config, served, to, place, _patch_command(place, method, trust_remote_code, arguments))
     extended = read_extended(config, served)
@@ -109,15 +110,18 @@ def export(
     exported = in_file(extended)
     source, out = map(Path, gguf)
     write_into_gguf(extended, plain, source, out, architecture=architecture_of(extended), progress=progress)
-    return with_start(replace(exported, file=str(out)), place)
+    return with_start(replace(exported, file=str(out)), place, is_there=is_there)
 
 
-def with_start(made: Export, checkpoint: str) -> Export:
-    """Return an export with the command that serves a checkpoint of this name, or the GGUF file that holds it."""
+def with_start(made: Export, checkpoint: str, *, is_there: bool = True) -> Export:
+    """Return an export with the command that serves a checkpoint of this name, or the GGUF file that holds it.
+
+    A name that stands for a checkpoint that is yet to be written (``is_there`` False) is no path of files.
+    """
     named = checkpoint if checkpoint.endswith(".gguf") else "OUT.gguf" if made.in_file else "MODEL.gguf"
     file = made.file or named
     runtime, config = RUNTIMES[made.target], Path(checkpoint) / "config.json"
-    made = replace(made, config_sha256=digest(config.read_bytes()) if config.is_file() else "")
+    made = replace(made, config_sha256=digest(config.read_bytes()) if is_there and config.is_file() else "")
     return replace(made, start=(*(made.start or runtime.start), file if runtime.reads_gguf else checkpoint))
 
 
@@ -127,7 +131,7 @@ def _of_original(config: Any, served: Any, to: str, place: str, first: tuple[str
     flags = None if runtime.needs_copy(config) else with_start(export_config(config, to=to, served=served), place)
     if flags is not None and not (runtime.drafts_missed and draft_heads(config)):
         return flags
-    made = with_start(export_config(config, to=to), "NEW")
+    made = with_start(export_config(config, to=to), "NEW", is_there=False)
     notes = made.notes if flags is None else (*made.notes, f"{flags.notes[-1]} Without drafts: {flags.command}")
     return replace(made, first=first, notes=notes)
 

@@ -608,7 +608,7 @@ def test_what_no_field_says_to_others_is_refused(to: str, saved: bool, tmp_path:
         export(tmp_path / "long" if saved else model, to=to)
 
 
-def test_the_config_that_flags_are_for_is_named(llama: Path, tmp_path: Path) -> None:
+def test_the_config_that_flags_are_for_is_named(llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A config whose native length its vendor raised made the flags of yesterday wrong."""
     place = shutil.copytree(llama, tmp_path / "llama")
     yesterday, config = export(place, to="vllm", method="yarn", factor=2), (place / "config.json").read_bytes()
@@ -617,7 +617,11 @@ def test_the_config_that_flags_are_for_is_named(llama: Path, tmp_path: Path) -> 
     assert export(place, to="vllm", method="yarn", factor=2).config_sha256 != yesterday.config_sha256
     model = AutoModelForCausalLM.from_pretrained(llama)
     ctxext.patch(model, "yarn", factor=2)
+    monkeypatch.chdir(tmp_path)
+    for name in ("CHECKPOINT", "NEW"):  # which stand for a model in memory and a copy to be written
+        shutil.copytree(llama, tmp_path / name)
     assert export(model, to="vllm").config_sha256 == ""
+    assert export(place, to="mlx-lm", method="yarn", factor=2).config_sha256 == ""
 
 
 @pytest.mark.slow
