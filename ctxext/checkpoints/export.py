@@ -143,7 +143,7 @@ def _patch_command(place: str, method: Any, trust_remote_code: bool, arguments: 
     words = ["ctxext", "patch", place, "NEW"] + ["--trust-remote-code"] * trust_remote_code
     for name, value in given.items():
         said = value if isinstance(value, str) else json.dumps(value, default=_plain_number)
-        if value is not None:
+        if value is not None and name != "attention":  # a backend of ctxext, which no other program runs
             words += [f"--{name.replace('_', '-')}", said] if name in options else ["-p", f"{name}={said}"]
     return tuple(words)
 

@@ -34,13 +34,16 @@ from transformers import (
     Phi3Config,
     Qwen2_5OmniConfig,
 )
+from typer.testing import CliRunner
 
 import ctxext
 from ctxext.checkpoints.export import export, export_config, read_extended
 from ctxext.checkpoints.inspect import inspect_checkpoint
 from ctxext.checkpoints.load import extended_config
 from ctxext.checkpoints.write import patch_checkpoint
+from ctxext.cli.app import app
 from ctxext.errors import CheckpointError, IncompatibleError, InvalidParameterError, PatchStateError, UnknownNameError
+from ctxext.files import read_json
 from ctxext.measuring.readings import named_method
 from ctxext.methods import METHODS, Method
 from ctxext.runtimes import RUNTIMES
@@ -622,6 +625,17 @@ def test_the_config_that_flags_are_for_is_named(llama: Path, tmp_path: Path, mon
         shutil.copytree(llama, tmp_path / name)
     assert export(model, to="vllm").config_sha256 == ""
     assert export(place, to="mlx-lm", method="yarn", factor=2).config_sha256 == ""
+
+
+def test_the_command_that_writes_a_copy_runs(llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`ctxext patch` has no option for the backend of attention, which no other program runs."""
+    monkeypatch.chdir(tmp_path)
+    given = {"method": "self_extend", "factor": 4, "attention": "reference", "window": 0.25, "exact": False}
+    words = export(llama, to="vllm", **given).first
+    written = CliRunner().invoke(app, words[1:])
+    assert written.exit_code == 0, written.output
+    saved = read_json(tmp_path / "NEW" / "config.json")["ctxext"]["method"]
+    assert (saved["factor"], saved["window"], saved["exact"]) == (4.0, 0.25, False)
 
 
 @pytest.mark.slow
