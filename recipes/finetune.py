@@ -54,7 +54,7 @@ from ctxext.files import read_json, write_json
 from ctxext.measuring.provenance import command, git_state, machine, now, versions
 from ctxext.methods import method_class
 from ctxext.progress import saying_what_is_left_out
-from ctxext.texts.trained import RUN, SETTINGS
+from ctxext.texts.trained import RUN, SETTINGS, record_of
 from ctxext.training import ExtensionCallback, Memory, return_freed_memory
 from ctxext.training.before_after import BeforeAndAfter, gain, summary
 from ctxext.training.checkpoint import (
@@ -205,7 +205,8 @@ def finetune(settings: Settings, *, resume: bool = False) -> None:
         "checkpoint": {"name": loaded.name, "sha256": loaded.sha256, "dtype": loaded.dtype_note},
         "extension": model.config.ctxext,
         "data": str(sequences),
-        "texts": read_json(output / SETTINGS)["texts"],  # as they were at the beginning
+        "texts": read_json(output / SETTINGS).get("texts")  # as they were at the beginning
+        or record_of(data.train, data.split, settings.checkpoint),  # where an earlier version began
         "trained": trained,
         **{name: [entry for entry in trainer.state.log_history if name in entry] for name in ("loss", SHARE)},
         "evaluation": {"before": before, "after": after},

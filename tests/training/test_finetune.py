@@ -142,6 +142,18 @@ def test_a_copy_of_a_checkpoint_that_a_user_made_stays(settings: Any, tmp_path: 
 
 
 @pytest.mark.nightly
+def test_a_run_that_an_earlier_version_began_is_ended(settings: Any, tmp_path: Path) -> None:
+    """Its settings hold no record of its texts."""
+    with pytest.MonkeyPatch.context() as patched, pytest.raises(interrupted(patched)):
+        recipe.finetune(settings())
+    kept = json.loads((tmp_path / "run" / "settings.json").read_text(encoding="utf-8"))
+    texts = kept.pop("texts")
+    (tmp_path / "run" / "settings.json").write_text(json.dumps(kept), encoding="utf-8")
+    recipe.finetune(settings(), resume=True)
+    assert json.loads((tmp_path / "run" / "run.json").read_text(encoding="utf-8"))["texts"] == texts
+
+
+@pytest.mark.nightly
 def test_a_disk_that_is_full_at_the_end_or_at_the_beginning_costs_nothing(
     settings: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
