@@ -116,7 +116,7 @@ def export(
 def with_start(made: Export, checkpoint: str, *, is_there: bool = True) -> Export:
     """Return an export with the command that serves a checkpoint of this name, or the GGUF file that holds it.
 
-    A name that stands for a checkpoint that is yet to be written (``is_there`` False) is no path of files.
+    The name of a checkpoint that is yet to be written (``is_there`` False) leads to none of its files.
     """
     named = checkpoint if checkpoint.endswith(".gguf") else "OUT.gguf" if made.in_file else "MODEL.gguf"
     file = made.file or named
@@ -286,7 +286,7 @@ def read_extended(config: Any, served: Any = None) -> ExtensionInConfig:
             f"This {config.model_type} is not extended, so there is nothing to export. Patch it first (ctxext patch), "
             f"or name the extension to serve it with (--method yarn --factor 4)."
         )
-    text = text_of(config)
+    text, before = (None if part is None else text_of(part) for part in (config, served))
     saved = getattr(config, "ctxext", None)
     if saved is not None and saved_sides(saved):
         raise IncompatibleError(
@@ -320,7 +320,7 @@ def read_extended(config: Any, served: Any = None) -> ExtensionInConfig:
         pairs=pairs,
         scale=scale,
         unsaid={} if served is None else _changed(config, served),
-        files={} if served is None else dict(rope_dicts(text_of(served))).get(layer_type, {}),
+        files={} if before is None else dict(rope_dicts(before)).get(layer_type, {}),
         way_to_run=way_to_run(config),
     )
 

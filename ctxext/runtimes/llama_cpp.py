@@ -236,7 +236,7 @@ _CONVERT_FIRST = (
     "patch) and convert that one; the flags are for that GGUF."
 )
 _STAYS = (
-    "A GGUF of the original checkpoint may hold its rope_type {!r} in a tensor, which acts beside all flags. Write the "
+    "A GGUF of the original checkpoint may hold its rope_type {!r} in a tensor, which no flag turns off. Write the "
     "extended checkpoint (ctxext patch) and convert that one; the flags are for that GGUF."
 )
 _COPY = (
