@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -86,25 +85,18 @@ def test_weights_on_a_disk_are_refused(adapter: tuple[Path, Tensor], plain: Path
     assert torch.equal(logits(base, tokens()), expected)
 
 
-def whole(model: Any) -> Any:
-    return model
-
-
-def inner(model: Any) -> Any:
-    return model.get_base_model()
-
-
 @pytest.mark.nightly
-@pytest.mark.parametrize("given", [whole, inner], ids=lambda given: given.__name__)
-def test_a_second_adapter_on_a_model_in_memory(given: Callable[[Any], Any], plain: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("part", ["whole", "inner"])
+def test_a_second_adapter_on_a_model_in_memory(part: str, plain: Path, tmp_path: Path) -> None:
     expected = {}
     for name, targets in (("first", ALL), ("second", ["q_proj", "down_proj"])):
         model = trained(extended(base_of(plain)), LoraConfig(task_type="CAUSAL_LM", target_modules=targets))
         model.save_pretrained(tmp_path / name)
         expected[name] = logits(model, tokens())
     model = ctxext.load(tmp_path / "first", adapter_name="first")
-    both = ctxext.load(tmp_path / "second", base=given(model), adapter_name="second")
-    if given is not inner:
+    given = model if part == "whole" else model.get_base_model()
+    both = ctxext.load(tmp_path / "second", base=given, adapter_name="second")
+    if part == "whole":
         assert model.active_adapter == "first"  # as PEFT's load_adapter leaves it
         assert torch.equal(logits(both, tokens()), expected["first"])
         for name in expected:
@@ -117,7 +109,7 @@ def test_a_second_adapter_on_a_model_in_memory(given: Callable[[Any], Any], plai
     assert torch.equal(logits(both, tokens()), expected["second"])
     for name in ("first", "second"):
         with pytest.raises(InvalidParameterError, match=f"has an adapter '{name}' already"):
-            ctxext.load(tmp_path / "second", base=given(model), adapter_name=name)
+            ctxext.load(tmp_path / "second", base=given, adapter_name=name)
 
 
 @pytest.mark.slow
@@ -219,6 +211,8 @@ def test_a_method_that_is_refused_leaves_the_base_in_memory_as_it_was(
         with pytest.raises(InvalidParameterError, match="how far to reach"):
             ctxext.load(tmp_path, "yarn", base=base, adapter_name="second")
         assert [key for key, _ in base.named_modules()] == names
+    loaded = ctxext.load(tmp_path, "yarn", factor=2, base=base, adapter_name="second")
+    assert ctxext.describe(loaded).target_length == 128
 
 
 @pytest.mark.parametrize(("trained", "given"), [(2, 3), (3, 2)])
@@ -250,11 +244,6 @@ def test_an_adapter_that_reaches_all_is_loaded(fields: dict[str, Any], tmp_path:
     assert isinstance(load_saved(place, plain_class=True, base=model), PeftModel)
 
 
-def on(model: Any, is_adapted: bool) -> Any:
-    """A model, or the same in PEFT's with an adapter of its own."""
-    return get_peft_model(model, LoraConfig(target_modules=["o_proj", "c_proj"])) if is_adapted else model
-
-
 # The model that an adapter is of, the model that it is loaded onto, and what is said.
 OF_OTHERS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "wider": ({"hidden_size": 256}, {}, r"lora_A.weight of size \[2, 256\], and this .* has in_features=128 there"),
@@ -274,7 +263,9 @@ def test_an_adapter_of_another_model_leaves_the_base_as_it_was(name: str, is_ada
     of, given, says = OF_OTHERS[name]
     targets = ["c_attn" if of.get("model_type") == "gpt2" else "q_proj"]
     place = lora_on(tmp_path / "adapter", tiny(**of), target_modules=targets)
-    model = on(tiny(**given), is_adapted)
+    model: Any = tiny(**given)
+    if is_adapted:
+        model = get_peft_model(model, LoraConfig(target_modules=["o_proj", "c_proj"]))
     names = [key for key, _ in model.named_modules()]
     for _ in range(2):
         with pytest.raises(CtxextError, match=says):
@@ -284,12 +275,11 @@ def test_an_adapter_of_another_model_leaves_the_base_as_it_was(name: str, is_ada
 
 def test_what_peft_refuses_of_an_adapter_is_a_sentence(tmp_path: Path) -> None:
     other = IA3Config(target_modules=["q_proj"], feedforward_modules=[])
-    get_peft_model(tiny(), other).save_pretrained(tmp_path / "ia3")
     prompt = PromptTuningConfig(num_virtual_tokens=4, task_type="CAUSAL_LM")
-    get_peft_model(tiny(), prompt).save_pretrained(tmp_path / "prompt")
-    model = on(tiny(), True)
-    refused = pytest.raises(IncompatibleError, match=r"PEFT does not put the adapter in .*: Cannot combine adapters")
-    with refused:
+    for name, config in (("ia3", other), ("prompt", prompt)):
+        get_peft_model(tiny(), config).save_pretrained(tmp_path / name)
+    model = get_peft_model(tiny(), LoraConfig(target_modules=["o_proj"]))
+    with pytest.raises(IncompatibleError, match=r"PEFT does not put the adapter in .*: Cannot combine adapters"):
         load_saved(tmp_path / "ia3", plain_class=True, base=model, adapter_name="second")
     assert list(model.peft_config) == ["default"]
     with pytest.raises(IncompatibleError, match=r"PEFT does not put the adapter in .*: Cannot set a prompt learning"):

@@ -75,18 +75,12 @@ def test_whole_weights_and_an_adapter_in_one_directory_are_refused(
             attempt()
 
 
-@pytest.mark.parametrize(
-    ("name", "content"),
-    [
-        ("adapter_config.json", "{"),
-        ("adapter_config.json", "[]"),
-        ("ctxext_config.json", '{"extension": '),
-        ("ctxext_config.json", "{}"),
-        ("ctxext_config.json", '{"extension": null, "guarded": {}}'),
-        ("ctxext_config.json", '{"extension": {}, "guarded": {}}'),
-        ("ctxext_config.json", '{"extension": {"format": 1}, "guarded": {"peft_type": "LORA"}}'),
-    ],
-)
+PARTS = ['{"extension": ', "{}", '{"extension": null, "guarded": {}}', '{"extension": {}, "guarded": {}}']
+PARTS += ['{"extension": {"format": 1}, "guarded": {"peft_type": "LORA"}}']
+DAMAGED = [*(("adapter_config.json", part) for part in ("{", "[]")), *(("ctxext_config.json", part) for part in PARTS)]
+
+
+@pytest.mark.parametrize(("name", "content"), DAMAGED)
 def test_a_damaged_file_is_named(name: str, content: str, plain: Path, tmp_path: Path) -> None:
     adapted(plain, "yarn").save_pretrained(tmp_path)
     (tmp_path / name).write_text(content)
@@ -99,10 +93,8 @@ def test_a_damaged_file_is_named(name: str, content: str, plain: Path, tmp_path:
 def test_a_type_that_this_peft_does_not_know_is_named(is_extended: bool, plain: Path, tmp_path: Path) -> None:
     model = ctxext.patch(tiny(), "yarn", factor=2) if is_extended else tiny()
     get_peft_model(model, LoraConfig(target_modules=["q_proj"])).save_pretrained(tmp_path)
-    if is_extended:
-        rewrite(tmp_path / "ctxext_config.json", lambda saved: saved["guarded"].update(peft_type="OF_TOMORROW"))
-    else:
-        rewrite(tmp_path / "adapter_config.json", lambda config: config.update(peft_type="OF_TOMORROW"))
+    file = tmp_path / ("ctxext_config.json" if is_extended else "adapter_config.json")
+    rewrite(file, lambda saved: saved.get("guarded", saved).update(peft_type="OF_TOMORROW"))
     with pytest.raises(CheckpointError, match=r"^PEFT .* cannot read .*adapter_config\.json: 'OF_TOMORROW'"):
         load_saved(tmp_path, plain_class=True, base=plain)
 
@@ -115,9 +107,8 @@ def test_an_adapter_on_the_hub(inside: str, plain: Path, tmp_path: Path, monkeyp
     repository = tmp_path / "models--me--lora"
     (repository / "refs").mkdir(parents=True)
     (repository / "refs" / "main").write_text("abc")
-    model = get_peft_model(
-        ctxext.load(plain, "yarn", factor=4), lora(init_lora_weights=False), inside or "default"
-    ).eval()
+    base = ctxext.load(plain, "yarn", factor=4)
+    model = get_peft_model(base, lora(init_lora_weights=False), inside or "default").eval()
     ctxext.save(model, repository / "snapshots" / "abc", tokenizer=make_tokenizer(bos=True))
     where = {"local_files_only": True} | ({"subfolder": inside} if inside else {})
     loaded = ctxext.load("me/lora", **where)

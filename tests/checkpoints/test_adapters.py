@@ -12,25 +12,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import peft
 import pytest
 import torch
 from huggingface_hub import ModelCard, constants
-from peft import (
-    AdaLoraConfig,
-    AutoPeftModelForCausalLM,
-    IA3Config,
-    LNTuningConfig,
-    LoHaConfig,
-    LoKrConfig,
-    LoraConfig,
-    OFTConfig,
-    PeftModel,
-    PromptTuningConfig,
-    RandLoraConfig,
-    VeraConfig,
-    get_peft_model,
-    save_as_lora,
-)
+from peft import LoraConfig, PeftModel, PromptTuningConfig, get_peft_model
 from peft.utils.hotswap import hotswap_adapter
 from torch import Tensor
 from transformers import AutoModelForCausalLM
@@ -47,6 +33,8 @@ from tests._models import logits, tiny, tokens
 from tests._peft import ALL, EXTENSION, base_of, extended, lora, refusal, shake, through_transformers, trained
 from tests.walk.check import State
 from tests.walk.tiny import TRAINED_LENGTH
+
+CAUSAL = {"task_type": "CAUSAL_LM"}
 
 
 @pytest.mark.slow
@@ -96,7 +84,7 @@ def plainly(directory: Path, plain: Path) -> list[Callable[[], Any]]:
     return [
         lambda: PeftModel.from_pretrained(base_of(plain), directory),
         lambda: PeftModel.from_pretrained(base_of(plain), directory, low_cpu_mem_usage=True),
-        lambda: AutoPeftModelForCausalLM.from_pretrained(directory),
+        lambda: peft.AutoPeftModelForCausalLM.from_pretrained(directory),
         lambda: AutoModelForCausalLM.from_pretrained(directory),
         lambda: base_of(plain).load_adapter(directory),
         second,
@@ -109,36 +97,28 @@ def test_the_plain_way_fails_with_a_sentence(adapter: tuple[Path, Tensor], plain
             load()
 
 
-# What is done to the directory of an adapter, and what is said of it.
-DAMAGED: dict[str, tuple[Callable[[Path, Path], object], str]] = {
-    "no extension": (
-        lambda directory, _: (directory / EXTENSION_FILE).unlink(),
-        rf"without its {EXTENSION_FILE}: saving was interrupted, or that",
-    ),
-    "another saved over it": (
-        lambda directory, plain: trained(base_of(plain)).save_pretrained(directory),
-        f"is not the one that {EXTENSION_FILE} was written for",
-    ),
-    "never extended": (
-        lambda directory, plain: trained(base_of(plain)).save_pretrained(emptied(directory)),
-        rf"is an adapter without {EXTENSION_FILE}: .* PeftModel\.",
-    ),
-    "pickled": (
-        lambda directory, _: (directory / ADAPTER_WEIGHTS).rename(directory / "adapter_model.bin"),
-        r"has no adapter_model\.safetensors; ctxext reads adapters",
-    ),
-}
+def test_a_damaged_adapter_is_refused_by_name(adapter: tuple[Path, Tensor], plain: Path) -> None:
+    directory = adapter[0]
+
+    def refused(words: str) -> None:
+        with pytest.raises(CheckpointError, match=words):
+            ctxext.load(directory)
+
+    trained(base_of(plain)).save_pretrained(directory)
+    refused(f"is not the one that {EXTENSION_FILE} was written for")
+    (directory / EXTENSION_FILE).unlink()
+    refused(rf"is an adapter without {EXTENSION_FILE}: .* PeftModel\.")
 
 
-def emptied(directory: Path) -> Path:
-    shutil.rmtree(directory)
-    return directory
-
-
-@pytest.mark.parametrize("what", DAMAGED)
-def test_a_damaged_adapter_is_refused_by_name(what: str, adapter: tuple[Path, Tensor], plain: Path) -> None:
-    damage, words = DAMAGED[what]
-    damage(adapter[0], plain)
+@pytest.mark.parametrize(
+    ("gone", "words"),
+    [
+        (EXTENSION_FILE, f"without its {EXTENSION_FILE}: saving was interrupted, or that"),
+        (ADAPTER_WEIGHTS, r"has no adapter_model\.safetensors; ctxext reads adapters"),
+    ],
+)
+def test_an_adapter_without_one_of_its_files(gone: str, words: str, adapter: tuple[Path, Tensor]) -> None:
+    (adapter[0] / gone).rename(adapter[0] / "adapter_model.bin")
     with pytest.raises(CheckpointError, match=words):
         ctxext.load(adapter[0])
 
@@ -204,24 +184,21 @@ def test_trained_on_an_extended_base_by_code_without_ctxext(plain: Path, tmp_pat
 @pytest.mark.nightly
 def test_a_base_whose_windows_were_treated_otherwise(tmp_path: Path) -> None:
     """All its layers have a window, which can be lifted or kept under the same frequencies."""
-    before, after = "lift", "keep"
     tiny("mistral", sliding_window=16).save_pretrained(tmp_path / "plain")
-    build = AutoModelForCausalLM.from_pretrained
-    model = trained(extended(build(tmp_path / "plain"), sliding_window=before))
-    ctxext.save(model, tmp_path / "adapter")
-    for choice in (before, after):
-        extended(build(tmp_path / "plain"), sliding_window=choice).save_pretrained(tmp_path / choice)
-    for base in ("plain", before):
+    model, *others = (extended(base_of(tmp_path / "plain"), sliding_window=how) for how in ("lift", "lift", "keep"))
+    ctxext.save(trained(model), tmp_path / "adapter")
+    for other, choice in zip(others, ("lift", "keep"), strict=True):
+        other.save_pretrained(tmp_path / choice)
+    for base in ("plain", "lift"):
         loaded = ctxext.load(tmp_path / "adapter", base=tmp_path / base)
         assert torch.equal(logits(loaded, tokens()), logits(model, tokens()))
-    said = f"sliding_window '{before}' there, '{after}' here"
-    with pytest.raises(CheckpointError, match=said):
-        ctxext.load(tmp_path / "adapter", base=tmp_path / after)
-    other = extended(build(tmp_path / "plain"), sliding_window=after)
-    with pytest.raises(CheckpointError, match=said):
-        ctxext.load(tmp_path / "adapter", base=other)
-    with pytest.raises(CheckpointError, match=said):
-        reattach_lora(other, tmp_path / "adapter")
+    for load in (
+        lambda: ctxext.load(tmp_path / "adapter", base=tmp_path / "keep"),
+        lambda: ctxext.load(tmp_path / "adapter", base=others[1]),
+        lambda: reattach_lora(others[1], tmp_path / "adapter"),
+    ):
+        with pytest.raises(CheckpointError, match="sliding_window 'lift' there, 'keep' here"):
+            load()
 
 
 def test_a_base_in_memory_has_no_report_of_another_model(adapter: tuple[Path, Tensor], plain: Path) -> None:
@@ -261,7 +238,7 @@ def test_an_adapter_chooses_its_extension_itself_and_takes_a_plain_name(
 @pytest.mark.slow
 def test_trained_embeddings_and_norms(plain: Path, tmp_path: Path) -> None:
     whole = ["embed_tokens", "input_layernorm", "post_attention_layernorm", "norm"]
-    config = LoraConfig(task_type="CAUSAL_LM", target_modules=ALL, modules_to_save=whole)
+    config = LoraConfig(**CAUSAL, target_modules=ALL, modules_to_save=whole)
     model = trained(extended(base_of(plain)), config)
     expected = logits(model, tokens())
     ctxext.save(model, tmp_path / "adapter")
@@ -273,9 +250,7 @@ def test_trained_embeddings_and_norms(plain: Path, tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_two_adapters(plain: Path, tmp_path: Path) -> None:
     model = trained(extended(base_of(plain)))
-    model.add_adapter(
-        "second", LoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj"], init_lora_weights="gaussian")
-    )
+    model.add_adapter("second", lora(target_modules=["q_proj"], init_lora_weights="gaussian"))
     model.set_adapter("second")
     shake(model)
     stranger = tmp_path / "checkpoint-1"  # lies in the same folder, and is of another model
@@ -327,7 +302,7 @@ def test_hotswapping_is_refused(adapter: tuple[Path, Tensor], plain: Path) -> No
 
 @pytest.mark.nightly
 def test_saving_twice_keeps_the_true_initialisation(plain: Path, tmp_path: Path) -> None:
-    config = LoraConfig(task_type="CAUSAL_LM", target_modules=ALL, init_lora_weights="gaussian")
+    config = LoraConfig(**CAUSAL, target_modules=ALL, init_lora_weights="gaussian")
     model = trained(extended(base_of(plain)), config)
     for _ in range(2):
         ctxext.save(model, tmp_path)
@@ -391,10 +366,6 @@ def patched_then_wrapped(base: Any) -> Any:
     return get_peft_model(extended(base), lora())
 
 
-def wrapped_then_patched(base: Any) -> Any:
-    return extended(get_peft_model(base, lora()))
-
-
 def patched_inside(base: Any) -> Any:
     wrapper = get_peft_model(base, lora())
     extended(wrapper.get_base_model())
@@ -411,19 +382,14 @@ def added_then_patched(base: Any) -> Any:
     return extended(base)
 
 
-def recipe(base: Any) -> Any:
-    return attach_lora(extended(base), rank=4)
-
-
-ORDERS = [
-    patched_then_wrapped,
-    wrapped_then_patched,
-    patched_inside,
-    pytest.param(patched_then_added, marks=through_transformers),
-    pytest.param(added_then_patched, marks=through_transformers),
-    recipe,
-]
-every_order = pytest.mark.parametrize("order", ORDERS, ids=lambda order: order.__name__)
+ORDERS = {
+    "patched, then wrapped": patched_then_wrapped,
+    "wrapped, then patched": lambda base: extended(get_peft_model(base, lora())),
+    "patched inside": patched_inside,
+    "patched, then added": patched_then_added,
+    "added, then patched": added_then_patched,
+    "by the recipe": lambda base: attach_lora(extended(base), rank=4),
+}
 
 
 def check_kept(directory: Path, model: Any, plain: Path) -> None:
@@ -435,9 +401,11 @@ def check_kept(directory: Path, model: Any, plain: Path) -> None:
 
 
 @pytest.mark.nightly
-@every_order
-def test_however_it_was_put_together_and_saved(order: Callable[[Any], Any], plain: Path, tmp_path: Path) -> None:
-    model = order(base_of(plain))
+@pytest.mark.parametrize(
+    "order", [pytest.param(order, marks=[through_transformers] * ("added" in order)) for order in ORDERS]
+)
+def test_however_it_was_put_together_and_saved(order: str, plain: Path, tmp_path: Path) -> None:
+    model = ORDERS[order](base_of(plain))
     shake(model)
     model.eval().save_pretrained(tmp_path / "at once")
     check_kept(tmp_path / "at once", model, plain)
@@ -466,19 +434,17 @@ def test_weights_gathered_by_an_engine(plain: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "config",
     [
-        IA3Config(task_type="CAUSAL_LM", target_modules=["k_proj", "down_proj"], feedforward_modules=["down_proj"]),
-        PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4),
-        LoHaConfig(task_type="CAUSAL_LM", target_modules=ALL),
-        OFTConfig(task_type="CAUSAL_LM", target_modules=ALL, oft_block_size=4),
-        LoKrConfig(task_type="CAUSAL_LM", target_modules=ALL),
-        VeraConfig(task_type="CAUSAL_LM", target_modules=["q_proj"], r=2),
-        RandLoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj"], r=2),
-        LNTuningConfig(task_type="CAUSAL_LM", target_modules=["input_layernorm"]),
-        AdaLoraConfig(
-            task_type="CAUSAL_LM", init_r=4, target_r=2, total_step=50, tinit=2, tfinal=10, target_modules=["q_proj"]
-        ),
-        LoraConfig(task_type="CAUSAL_LM", target_modules=["embed_tokens"]),
-        LoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj"], use_dora=True),
+        peft.IA3Config(**CAUSAL, target_modules=["k_proj", "down_proj"], feedforward_modules=["down_proj"]),
+        PromptTuningConfig(**CAUSAL, num_virtual_tokens=4),
+        peft.LoHaConfig(**CAUSAL, target_modules=ALL),
+        peft.OFTConfig(**CAUSAL, target_modules=ALL, oft_block_size=4),
+        peft.LoKrConfig(**CAUSAL, target_modules=ALL),
+        peft.VeraConfig(**CAUSAL, target_modules=["q_proj"], r=2),
+        peft.RandLoraConfig(**CAUSAL, target_modules=["q_proj"], r=2),
+        peft.LNTuningConfig(**CAUSAL, target_modules=["input_layernorm"]),
+        peft.AdaLoraConfig(**CAUSAL, init_r=4, target_r=2, total_step=50, tfinal=10, target_modules=["q_proj"]),
+        LoraConfig(**CAUSAL, target_modules=["embed_tokens"]),
+        LoraConfig(**CAUSAL, target_modules=["q_proj"], use_dora=True),
     ],
     ids=lambda config: type(config).__name__,
 )
@@ -509,8 +475,8 @@ def test_adapters_of_a_base_whose_config_its_class_refuses(tmp_path: Path) -> No
 
 @pytest.mark.slow
 def test_virtual_tokens_added_after_patch_to_a_wrapper_that_ctxext_knows(plain: Path, tmp_path: Path) -> None:
-    model = extended(get_peft_model(base_of(plain), PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4)))
-    model.add_adapter("second", PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4))
+    model = extended(get_peft_model(base_of(plain), PromptTuningConfig(**CAUSAL, num_virtual_tokens=4)))
+    model.add_adapter("second", PromptTuningConfig(**CAUSAL, num_virtual_tokens=4))
     model.set_adapter("second")
     model.eval().save_pretrained(tmp_path)
     for directory in (tmp_path, tmp_path / "second"):
@@ -564,7 +530,7 @@ def test_an_adapter_that_is_converted_while_it_is_saved(is_wrapped_first: bool, 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("config", [LoHaConfig(r=2, target_modules=["q_proj"]), lora(r=4)], ids=["LoHa", "LoRA"])
+@pytest.mark.parametrize("config", [peft.LoHaConfig(r=2, target_modules=["q_proj"]), lora(r=4)], ids=["LoHa", "LoRA"])
 @pytest.mark.parametrize("is_wrapped_first", [False, True])
 def test_an_adapter_is_converted_without_the_extension(
     config: Any, is_wrapped_first: bool, plain: Path, tmp_path: Path
@@ -575,9 +541,9 @@ def test_an_adapter_is_converted_without_the_extension(
     expected = logits(model, tokens())
     for each in (model, copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
         with pytest.raises(IncompatibleError, match=r"without the extension.*unpatch.*ctxext\.load\(path, method"):
-            save_as_lora(tmp_path / "converted", each, rank=8)
+            peft.save_as_lora(tmp_path / "converted", each, rank=8)
     assert not contents(tmp_path)
-    save_as_lora(tmp_path / "converted", ctxext.unpatch(model), rank=8)
+    peft.save_as_lora(tmp_path / "converted", ctxext.unpatch(model), rank=8)
     loaded = ctxext.load(tmp_path / "converted", **EXTENSION)
     torch.testing.assert_close(logits(loaded, tokens()), expected, rtol=1e-3, atol=1e-3)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -54,29 +55,21 @@ class OwnModel(PreTrainedModel, GenerationMixin):
         x = {forward}
         return CausalLMOutputWithPast(logits=self.head(x))
 """
+PLAIN = ("", "pass", "self.mix(x)")
 
 
 def checkpoint(
-    place: Path,
-    *,
-    config: tuple[str, str] = ("", "pass"),
-    model: tuple[str, str, str] = ("", "pass", "self.mix(x)"),
-    fields: dict[str, object] | None = None,
+    place: Path, config: Sequence[str] = ("", "pass"), model: Sequence[str] = PLAIN, **fields: object
 ) -> Path:
     """Write a checkpoint with code of its own: lines at the top of each file, of ``__init__``, and of ``forward``."""
     auto_map = {"AutoConfig": "configuration_own.OwnConfig", "AutoModelForCausalLM": "modeling_own.OwnModel"}
     names = {"model_type": "own_code", "architectures": ["OwnModel"], "auto_map": auto_map}
     place.mkdir(exist_ok=True)
-    (place / "config.json").write_text(json.dumps(names | (fields or {})))
+    (place / "config.json").write_text(json.dumps(names | fields))
     (place / "configuration_own.py").write_text(CONFIG.format(top=config[0], init=config[1]))
     (place / "modeling_own.py").write_text(MODEL.format(top=model[0], init=model[1], forward=model[2]))
-    shapes = {
-        "embed.weight": (16, 8),
-        "mix.weight": (8, 8),
-        "mix.bias": (8,),
-        "head.weight": (16, 8),
-        "head.bias": (16,),
-    }
+    shapes = {"embed.weight": (16, 8), "mix.weight": (8, 8), "mix.bias": (8,)}
+    shapes |= {"head.weight": (16, 8), "head.bias": (16,)}
     save_file({name: torch.ones(shape) for name, shape in shapes.items()}, place / "model.safetensors")
     return place
 
@@ -169,10 +162,7 @@ def test_positions_in_code_of_its_own_are_not_called_none(name: str, tmp_path: P
 
 def test_a_field_that_the_code_of_a_checkpoint_passes_over_is_no_news(tmp_path: Path) -> None:
     """That code is what its weights were trained with, and it runs already."""
-    code = (
-        "",
-        "self.wpe = nn.Embedding(config.max_position_embeddings, 8)",
-        "self.mix(x + self.wpe.weight[:x.shape[1]])",
-    )
-    place = checkpoint(tmp_path / "own", model=code, fields={"rope_theta": 10000.0})
+    table = "self.wpe = nn.Embedding(config.max_position_embeddings, 8)"
+    code = ("", table, "self.mix(x + self.wpe.weight[:x.shape[1]])")
+    place = checkpoint(tmp_path / "own", model=code, rope_theta=10000.0)
     assert "trust_remote_code" not in (inspect_checkpoint(place, trust_remote_code=True).no_positions or "")

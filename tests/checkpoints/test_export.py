@@ -21,19 +21,7 @@ import numpy as np
 import pytest
 import transformers
 from peft import LoraConfig, get_peft_model
-from transformers import (
-    AutoModelForCausalLM,
-    DiffLlamaConfig,
-    Gemma3Config,
-    Gemma3TextConfig,
-    Gemma4TextConfig,
-    LlamaConfig,
-    LlamaForCausalLM,
-    LlamaForSequenceClassification,
-    LlavaConfig,
-    Phi3Config,
-    Qwen2_5OmniConfig,
-)
+from transformers import AutoModelForCausalLM, LlamaConfig
 from typer.testing import CliRunner
 
 import ctxext
@@ -58,6 +46,10 @@ from tests.runtimes._exported import TARGET, VARIANTS, Spectrum, label, same, wa
 from tests.walk.tiny import tiny_config
 
 LLAMA3: dict[str, Any] = {"to": "llama.cpp", "method": "llama3", "factor": 4.0}
+LENGTH_OF = {"vllm": "--max-model-len", "sglang": "--context-length", "llama.cpp": "-c"}
+# One method of each form that flags say.
+BY_FORM = {form: METHODS[name].from_dict({"factor": 4.0}) for form, name in (("default", "ntk"), ("linear", "pi"))}
+BY_FORM["yarn"] = METHODS["yarn"].from_dict({"factor": 4.0, "beta_fast": 16.0, "beta_slow": 2.0})
 
 
 def llama_cpp(flags: dict[str, str], gguf: dict[str, Any]) -> Spectrum:
@@ -138,9 +130,8 @@ def test_llama_cpp_computes_what_the_method_says(llama: Path, method: Method) ->
     gguf, original, silent = converted(extended.to_dict()), converted(plain.to_dict()), {"context_length": TARGET}
     assert after.exact == before.exact
     for made, file in ((after, gguf), (before, original), (before, gguf), (after, silent)):
-        assert same(llama_cpp(made.by_flag, file), wanted(method, TARGET)) == made.exact, (
-            "flags say it all, never twice"
-        )
+        is_same = same(llama_cpp(made.by_flag, file), wanted(method, TARGET))
+        assert is_same == made.exact, "flags say it all, never twice"
 
 
 @pytest.mark.parametrize("sharpening", [0.0, 0.2])
@@ -164,7 +155,7 @@ def test_what_stops_all_rotation_promises_no_length(
     del extended.ctxext
     extended.save_pretrained(tmp_path)
     for target in ("vllm", "llama.cpp"):
-        assert int(export(tmp_path, to=target).by_flag["--max-model-len" if target == "vllm" else "-c"]) == TARGET
+        assert export(tmp_path, to=target).by_flag[LENGTH_OF[target]] == str(TARGET)
     try_only(monkeypatch, "yarn")
     found = inspect_checkpoint(tmp_path)
     assert found.longest == found.trained_length == TARGET
@@ -186,15 +177,7 @@ def test_flags_that_cannot_say_it_all_are_not_exact(checkpoints: dict[str, Path]
 
 
 @pytest.mark.parametrize("name", ["LlamaConfig", "GemmaConfig", "CohereConfig"])
-@pytest.mark.parametrize(
-    "method",
-    [
-        METHODS["ntk"].from_dict({"factor": 4.0}),
-        METHODS["pi"].from_dict({"factor": 4.0}),
-        METHODS["yarn"].from_dict({"factor": 4.0, "beta_fast": 16.0, "beta_slow": 2.0}),
-    ],
-    ids=label,
-)
+@pytest.mark.parametrize("method", BY_FORM.values(), ids=label)
 def test_exact_is_what_the_flags_make_of_the_gguf(name: str, method: Method) -> None:
     """Converters of Gemma and Cohere write neither base nor scaling; what Llama's says of YaRN's betas is not read."""
     plain = {"rope_type": "default", "rope_theta": 10000.0}
@@ -223,19 +206,11 @@ def test_the_table_of_llama_cpp_is_one() -> None:
     assert TYPES["nemotron"]["forms"]["yarn"]["gguf"]["rope.scaling.type"] == "linear"
     assert verdict({}, "yarn", from_original=False)[0] is None
     assert verdict(TYPES["llama"], "llama3", from_original=True)[0] is False
-    assert verdict(TYPES["deepseek_v2"], "linear", from_original=False)[0] is False, (
-        "it scales attention for linear too"
-    )
+    told, _ = verdict(TYPES["deepseek_v2"], "linear", from_original=False)
+    assert told is False, "it scales attention for linear too"
 
 
-@pytest.mark.parametrize(
-    ("form", "method"),
-    [
-        ("default", METHODS["ntk"].from_dict({"factor": 4.0})),
-        ("linear", METHODS["pi"].from_dict({"factor": 4.0})),
-        ("yarn", METHODS["yarn"].from_dict({"factor": 4.0, "beta_fast": 16.0, "beta_slow": 2.0})),
-    ],
-)
+@pytest.mark.parametrize(("form", "method"), BY_FORM.items())
 def test_flags_say_what_the_gguf_does_not(form: str, method: Method) -> None:
     """Where a real llama.cpp was right, our flags over the GGUF of its converter mean the method's frequencies."""
     flags = flags_of(read_extended(extended_config(LlamaConfig(**SHAPE), method)))
@@ -249,10 +224,8 @@ def test_flags_say_what_the_gguf_does_not(form: str, method: Method) -> None:
         assert abs(scale - wanted(method, TARGET)[1]) < 1e-6 or "rope.scaling.yarn_log_multiplier" in gguf, name
     for name in set(CONVERTED) - set(proven):
         found = CONVERTED[name]["forms"][form]
-        error = found.get("extended")
-        assert not isinstance(error, float) or not error < 1e-3 * found["matters"], (
-            f"{name} is right and not said to be"
-        )
+        error, said = found.get("extended"), f"{name} is right and not said to be"
+        assert not isinstance(error, float) or not error < 1e-3 * found["matters"], said
 
 
 @pytest.mark.parametrize("method", ["yarn", "ntk", "pi"])
@@ -273,7 +246,7 @@ def test_longrope_of_phi3_is_baked_by_the_converter() -> None:
     factors = [1.0 + index for index in range(8)]
     rope = {"rope_type": "longrope", "rope_theta": 10000.0, "short_factor": [1.0] * 8, "long_factor": factors}
     lengths = {"max_position_embeddings": TARGET, "original_max_position_embeddings": TRAINED}
-    config = Phi3Config(**(SHAPE | lengths), rope_parameters=rope, pad_token_id=0)
+    config = transformers.Phi3Config(**(SHAPE | lengths), rope_parameters=rope, pad_token_id=0)
     made = export_config(config, to="llama.cpp")
     assert made.by_flag["-c"] == str(TARGET)
     assert not made.exact
@@ -287,9 +260,9 @@ def test_layer_types_and_composite_configs(checkpoints: dict[str, Path]) -> None
     rope = json.loads(made.by_flag["--hf-overrides"])["rope_parameters"]
     assert rope["full_attention"]["rope_type"] == "yarn"
     assert rope["sliding_attention"]["rope_type"] == "default"
-    text = Gemma3TextConfig.from_pretrained(checkpoints["gemma3"])
-    whole = Gemma3Config(text_config=text.to_dict())
-    extended = Gemma3Config(text_config=extended_config(text, "yarn", factor=4.0).to_dict())
+    text = transformers.Gemma3TextConfig.from_pretrained(checkpoints["gemma3"])
+    whole = transformers.Gemma3Config(text_config=text.to_dict())
+    extended = transformers.Gemma3Config(text_config=extended_config(text, "yarn", factor=4.0).to_dict())
     extended.ctxext = extended.text_config.ctxext
     made = export_config(extended, to="vllm", served=whole)
     overrides = json.loads(made.by_flag["--hf-overrides"])
@@ -301,7 +274,7 @@ def test_layer_types_and_composite_configs(checkpoints: dict[str, Path]) -> None
 def test_gemma4_factor_is_refused_and_another_base_is_not() -> None:
     """Both runtimes build proportional frequencies from the base alone and would serve a factor as if it were 1."""
     shape = SHAPE | {"head_dim": 16, "global_head_dim": 16, "layer_types": ["sliding_attention", "full_attention"]}
-    config = Gemma4TextConfig(**shape, hidden_size_per_layer_input=0, num_kv_shared_layers=0)
+    config = transformers.Gemma4TextConfig(**shape, hidden_size_per_layer_input=0, num_kv_shared_layers=0)
     assert config.rope_parameters["full_attention"]["rope_type"] == "proportional"
     for target in ("vllm", "llama.cpp"):
         with pytest.raises(IncompatibleError, match="would run this gemma4_text unextended"):
@@ -356,10 +329,9 @@ def test_vllm_has_positions_of_several_axes_for_some_rope_types_alone(method: st
     """Its runner makes a row of positions for each axis, and the other classes take them for so many more tokens."""
     rope = {"rope_type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.25, "mrope_interleaved": True}
     config = tiny_config("qwen3_5_text", rope_parameters=rope | {"mrope_section": [1, 1, 2]})
+    extended = extended_config(config, named_method(method, 4.0), trained_length=TRAINED)
     with pytest.raises(IncompatibleError, match=r"qwen3_5_text .*mrope_section.* ntk, abf or a yarn without"):
-        export_config(
-            extended_config(config, named_method(method, 4.0), trained_length=TRAINED), to="vllm", served=config
-        )
+        export_config(extended, to="vllm", served=config)
     for served in ("yarn", "ntk"):
         made = export_config(extended_config(config, served, factor=4.0), to="vllm", served=config)
         assert made.exact == (served == "ntk")
@@ -378,7 +350,7 @@ def test_an_encoder_decoder_has_no_flags(tmp_path: Path) -> None:
 @pytest.mark.nightly
 def test_a_text_model_inside_a_part_is_told_there() -> None:
     text = SHAPE | {"pad_token_id": 0, "rope_parameters": {"rope_theta": 1e4, "mrope_section": [2, 3, 3]}}
-    config = Qwen2_5OmniConfig(thinker_config={"text_config": text})
+    config = transformers.Qwen2_5OmniConfig(thinker_config={"text_config": text})
     config.architectures = ["Qwen2_5OmniForConditionalGeneration"]
     extended = extended_config(config, "yarn", factor=4.0)
     told = json.loads(export_config(extended, to="vllm", served=config).by_flag["--hf-overrides"])
@@ -390,7 +362,8 @@ def test_a_text_model_inside_a_part_is_told_there() -> None:
 
 @pytest.mark.nightly
 def test_a_model_of_several_parts_is_not_proven_by_its_text_model() -> None:
-    config = LlavaConfig(text_config=LlamaConfig(**SHAPE).to_dict(), architectures=["LlavaForConditionalGeneration"])
+    config = transformers.LlavaConfig(text_config=LlamaConfig(**SHAPE).to_dict())
+    config.architectures = ["LlavaForConditionalGeneration"]
     for target, flag in (("vllm", "--hf-overrides"), ("sglang", "--json-model-override-args")):
         made = export_config(extended_config(config, "yarn", factor=4.0), to=target, served=config)
         assert not made.exact
@@ -399,19 +372,16 @@ def test_a_model_of_several_parts_is_not_proven_by_its_text_model() -> None:
 
 
 def test_vllm_gpt_oss_gets_the_keys_that_it_insists_on() -> None:
-    plain = other("gpt_oss")
-    made = export_config(extended_config(plain, "yarn", factor=4.0), to="vllm")
+    made = export_config(extended_config(other("gpt_oss"), "yarn", factor=4.0), to="vllm")
     rope = json.loads(made.by_flag["--hf-overrides"])["rope_parameters"]
-    assert {"beta_fast": 32.0, "beta_slow": 1.0, "truncate": True}.items() <= rope.items()
-    assert rope["factor"] == 4.0
+    assert {"factor": 4.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": True}.items() <= rope.items()
 
 
 def test_every_vllm_class_that_changes_the_config_is_known() -> None:
     types = json.loads(VLLM_TABLE.read_text())["types"]
     changing = {name for name, line in types.items() if line.get("otherwise")}
-    assert changing - set(CLASSES) == {"deepseek_v4", "dots3_note", "dots3_note_text"}, (
-        "these are not exact, and say so"
-    )
+    not_exact = {"deepseek_v4", "dots3_note", "dots3_note_text"}
+    assert changing - set(CLASSES) == not_exact, "these say so"
     assert {"dbrx", "deepseek_v2", "deepseek_v3", "gpt_oss", "mimo_v2_flash", "longcat_flash", "axk1"} <= changing
     for name in ("llama", "mistral", "qwen2", "qwen3", "gemma3_text", "phi3", "stablelm"):
         assert types[name]["class"].startswith("model_executor/models/"), name
@@ -419,7 +389,7 @@ def test_every_vllm_class_that_changes_the_config_is_known() -> None:
 
 
 def test_vllm_without_a_class_of_its_own_is_not_called_exact() -> None:
-    made = export_config(extended_config(DiffLlamaConfig(**SHAPE), "yarn", factor=4.0), to="vllm")
+    made = export_config(extended_config(transformers.DiffLlamaConfig(**SHAPE), "yarn", factor=4.0), to="vllm")
     assert not made.exact
     assert any("no class of its own for diffllama" in note for note in made.notes)
 
@@ -439,24 +409,21 @@ def test_a_lifted_window_reaches_vllm_and_needs_no_flag_of_llama_cpp(checkpoints
 
 
 @pytest.mark.parametrize(
-    ("rope", "longest", "target"),
+    ("rope", "longest"),
     [
-        ({"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}, TARGET, TARGET),
-        ({"rope_type": "yarn", "factor": 4.0}, TARGET, TARGET),
-        ({"rope_type": "yarn", "factor": 4.0}, TRAINED, TARGET),
-        ({"rope_type": "linear", "factor": 4.0}, TRAINED, TARGET),
-        ({"rope_type": "dynamic", "factor": 4.0}, TRAINED, TARGET),
+        ({"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}, TARGET),
+        ({"rope_type": "yarn", "factor": 4.0}, TARGET),
+        *(({"rope_type": kind, "factor": 4.0}, TRAINED) for kind in ("yarn", "linear", "dynamic")),
     ],
     ids=lambda value: value["rope_type"] if isinstance(value, dict) else "",
 )
-def test_checkpoints_that_others_extended(rope: dict[str, Any], longest: int, target: int) -> None:
+def test_checkpoints_that_others_extended(rope: dict[str, Any], longest: int) -> None:
+    rope = rope | {"rope_theta": 10000.0}
     if rope["rope_type"] in ("llama3", "yarn"):
-        rope = rope | {"original_max_position_embeddings": TRAINED}
-    config = LlamaConfig(
-        **(SHAPE | {"max_position_embeddings": longest}), rope_parameters=rope | {"rope_theta": 10000.0}
-    )
+        rope |= {"original_max_position_embeddings": TRAINED}
+    config = LlamaConfig(**(SHAPE | {"max_position_embeddings": longest}), rope_parameters=rope)
     made = export_config(config, to="vllm")
-    assert made.by_flag["--max-model-len"] == str(target)
+    assert made.by_flag["--max-model-len"] == str(TARGET)
     assert any("does not say which length" in note for note in made.notes) == (rope["rope_type"] == "linear")
 
 
@@ -465,11 +432,8 @@ def test_a_product_that_is_no_whole_number_is_not_rounded_up() -> None:
     rope = {"rope_type": "linear", "factor": 3.3, "rope_theta": 10000.0}
     config = LlamaConfig(**SHAPE, rope_parameters=rope)
     assert TRAINED * 3.3 % 1 > 0.5
-    made = export_config(config, to="vllm")
-    assert made.by_flag["--max-model-len"] == str(int(TRAINED * 3.3))
-    for target in ("sglang", "llama.cpp"):
-        found = export_config(config, to=target).by_flag
-        assert found["--context-length" if target == "sglang" else "-c"] == made.by_flag["--max-model-len"]
+    for target, flag in LENGTH_OF.items():
+        assert export_config(config, to=target).by_flag[flag] == str(int(TRAINED * 3.3))
 
 
 @pytest.mark.parametrize(("target", "flag"), [("vllm", "--hf-overrides"), ("sglang", "--json-model-override-args")])
@@ -494,8 +458,7 @@ def test_too_few_factors_are_a_sentence(tmp_path: Path) -> None:
 def test_a_package_that_a_model_needs_is_named() -> None:
     if find_spec("timm") is not None:
         pytest.skip("timm is installed, which gemma3n needs")
-    config = tiny_config("gemma3n")
-    config.architectures = ["Gemma3nForConditionalGeneration"]
+    config = tiny_config("gemma3n", architectures=["Gemma3nForConditionalGeneration"])
     with pytest.raises(CheckpointError, match=r"cannot build a gemma3n here: .*pip install timm"):
         extended_config(config, "yarn", factor=4.0)
 
@@ -581,16 +544,15 @@ def test_arguments_of_a_method_without_one_are_refused(given: dict[str, Any], ll
 @pytest.mark.usefixtures("_any_types")
 @pytest.mark.parametrize("gguf", ["in.gguf", Path("in.gguf"), ("in.gguf",), ("a", "b", "c")])
 def test_a_gguf_file_alone_names_no_copy(gguf: Any, llama: Path) -> None:
-    with pytest.raises(
-        InvalidParameterError, match=r"^gguf must be two paths, of a GGUF file and of the copy to write"
-    ):
+    said = "^gguf must be two paths, of a GGUF file and of the copy to write"
+    with pytest.raises(InvalidParameterError, match=said):
         export(llama, to="llama.cpp", method="yarn", factor=2, gguf=gguf)
 
 
 @pytest.mark.parametrize(
     ("config", "method", "to", "words"),
     [
-        (DiffLlamaConfig(**SHAPE), "yarn", "llama.cpp", "has no class for"),
+        (transformers.DiffLlamaConfig(**SHAPE), "yarn", "llama.cpp", "has no class for"),
         (tiny_config("cohere", hidden_size=64), "longrope", "vllm", "cannot run longrope on this cohere"),
     ],
 )
@@ -639,18 +601,12 @@ def test_the_command_that_writes_a_copy_runs(llama: Path, tmp_path: Path, monkey
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("kind", "way"),
-    [
-        (LlamaForSequenceClassification, r"Run it with transformers, by ctxext\.load"),
-        (LlamaForCausalLM, "Serve it with ctxext serve"),
-    ],
-)
-def test_a_refusal_names_a_program_that_runs_the_model(kind: Any, way: str) -> None:
+@pytest.mark.parametrize("kind", [transformers.LlamaForSequenceClassification, transformers.LlamaForCausalLM])
+def test_a_refusal_names_a_program_that_runs_the_model(kind: Any) -> None:
     """`ctxext serve` takes what writes text."""
-    model = kind(tiny_config("llama"))
-    model.config.architectures = [kind.__name__]
-    ctxext.patch(model, "self_extend", factor=4)
+    model = ctxext.patch(kind(tiny_config("llama", architectures=[kind.__name__])), "self_extend", factor=4)
+    is_causal = kind is transformers.LlamaForCausalLM
+    way = "Serve it with ctxext serve" if is_causal else r"Run it with transformers, by ctxext\.load"
     for target in ("mlx-lm", "sglang"):
         with pytest.raises(IncompatibleError, match=f"{way} otherwise\\."):
             export(model, to=target)

@@ -45,10 +45,8 @@ KINDS = ("linear", "dynamic", "dynamic with alpha", "yarn", "longrope", "llama3"
 SCALED = {name for name in NATIVE if PUBLISHED[name].method in KINDS}
 # Rotary positions only in layers that have a window: an extension has nothing to do there.
 NO_REACH = {
-    "meta-llama/Llama-4-Scout-17B-16E-Instruct",
-    "meta-llama/Llama-4-Maverick-17B-128E-Instruct",
-    "LGAI-EXAONE/EXAONE-4.0-32B",
-    "huihui-ai/c4ai-command-r7b-12-2024-abliterated",
+    *("meta-llama/Llama-4-Scout-17B-16E-Instruct", "meta-llama/Llama-4-Maverick-17B-128E-Instruct"),
+    *("LGAI-EXAONE/EXAONE-4.0-32B", "huihui-ai/c4ai-command-r7b-12-2024-abliterated"),
 }
 # DeepSeek's own code multiplies nothing by the temperature of YaRN; transformers says so beside its config class.
 UNTEMPERED = {"deepseek-ai/DeepSeek-V4-Flash"}
@@ -64,27 +62,16 @@ WINDOWED = {"mistralai/Mistral-7B-v0.1", "microsoft/Phi-3-mini-4k-instruct"}
 OTHER_KINDS = {"Qwen/Qwen2-VL-7B-Instruct", "llava-hf/llava-1.5-7b-hf", "unsloth/ModernBERT-base"}
 # One of each structure: what walks through all verbs, weights included.
 STRUCTURES = (
-    "meta-llama/Llama-2-7b-hf",
-    "mistralai/Mistral-7B-v0.1",
-    "mistralai/Mixtral-8x7B-v0.1",
-    "google/gemma-3-1b-pt",
-    "a form like moonshotai/Moonlight-16B-A3B",
-    "ContextualAI/archangel_sft-kto_pythia1-4b",
+    *("meta-llama/Llama-2-7b-hf", "mistralai/Mistral-7B-v0.1", "mistralai/Mixtral-8x7B-v0.1", "google/gemma-3-1b-pt"),
+    *("a form like moonshotai/Moonlight-16B-A3B", "ContextualAI/archangel_sft-kto_pythia1-4b"),
 )
 ROTARY = ("yarn", "pi", "ntk", "dynamic_ntk", "llama3", "longrope")
 # Trained with a scaling, one of each form: extended by the call that their users write.
 TRAINED_SCALED = (
-    "meta-llama/Llama-3.2-1B",
-    "openai/gpt-oss-20b",
-    "Qwen/Qwen2.5-7B-Instruct with its documented YaRN",
-    "lmsys/vicuna-7b-v1.5-16k",
-    "NousResearch/Yarn-Llama-2-7b-64k",
-    "microsoft/Phi-3-mini-128k-instruct",
-    "microsoft/Phi-4-mini-instruct",
-    "deepseek-ai/DeepSeek-V2-Lite",
-    "deepseek-ai/DeepSeek-V3",
-    "allenai/Olmo-3.1-32B-Instruct",
-    "google/gemma-3-4b-it",
+    *("meta-llama/Llama-3.2-1B", "openai/gpt-oss-20b", "Qwen/Qwen2.5-7B-Instruct with its documented YaRN"),
+    *("lmsys/vicuna-7b-v1.5-16k", "NousResearch/Yarn-Llama-2-7b-64k", "microsoft/Phi-3-mini-128k-instruct"),
+    *("microsoft/Phi-4-mini-instruct", "deepseek-ai/DeepSeek-V2-Lite", "deepseek-ai/DeepSeek-V3"),
+    *("allenai/Olmo-3.1-32B-Instruct", "google/gemma-3-4b-it"),
 )
 # Whose documentation names a length that no field of their config says.
 UNSAID = {"BAAI/bge-reranker-v2-m3", "google-t5/t5-small"}
@@ -182,16 +169,18 @@ def expected(name: str, rope: Rope, length: int) -> Spectrum:
     return spectrum(said | ({"attention_factor": 1.0} if name in UNTEMPERED else {}), rope.rotary_dim, length)
 
 
+def rotary_in(model: PreTrainedModel) -> Any:
+    """The rotary module of the text part."""
+    own = (model.config.get_text_config(decoder=True), model.config)
+    rotaries = (module for path, module in model.named_modules() if path.endswith("rotary_emb"))
+    return next(module for module in rotaries if getattr(module, "config", None) in own)
+
+
 def rotary_of(name: str) -> nn.Module:
     """The rotary module of the text part, as stock transformers builds it."""
-    model = famous_model(name, device="meta")
-    text = model.config.get_text_config(decoder=True)
-    found = [
-        module
-        for path, module in model.named_modules()
-        if path.endswith("rotary_emb") and getattr(module, "config", None) in (text, model.config)
-    ]
-    return type(found[0])(found[0].config)
+    found = rotary_in(famous_model(name, device="meta"))
+    rotary: nn.Module = type(found)(found.config)
+    return rotary
 
 
 def computed(rotary: nn.Module, rope: Rope, length: int) -> Spectrum:
@@ -275,10 +264,8 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
 
     def of(name: str) -> Path:
         if name not in made:
-            made[name] = tmp_path_factory.mktemp("famous") / "model"
-            famous_checkpoint(
-                name, made[name], weights=name in {*STRUCTURES, *ALIBI, *OTHER_KINDS, "openai/gpt-oss-20b"}
-            )
+            weights = name in {*STRUCTURES, *ALIBI, *OTHER_KINDS, "openai/gpt-oss-20b"}
+            made[name] = famous_checkpoint(name, tmp_path_factory.mktemp("famous") / "model", weights=weights)
         return made[name]
 
     return of
@@ -306,11 +293,9 @@ def test_patch_reaches_what_it_says(name: str) -> None:
     """On a model without data: what the config says afterwards, and what unpatch leaves; all methods in turn."""
     window, (known,), model = PUBLISHED[name].window, PUBLISHED[name].ropes, famous_model(name, device="meta")
     before = model.config.to_dict()
-    choice = "lift" if name in WINDOWED else None
+    choice, spec = "lift" if name in WINDOWED else None, RopeSpec(known.rotary_dim, known.base, window)
     for chosen in ROTARY:
-        ctxext.patch(
-            model, METHODS[chosen].example(RopeSpec(known.rotary_dim, known.base, window)), sliding_window=choice
-        )
+        ctxext.patch(model, METHODS[chosen].example(spec), sliding_window=choice)
         described = ctxext.describe(model)
         assert (described.trained_length, described.target_length) == (window, 4 * window)
         text = model.config.get_text_config(decoder=True)
@@ -327,11 +312,7 @@ def test_patch_reaches_what_it_says(name: str) -> None:
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("name", [*STRUCTURES, *ALIBI])
-def test_patch_on_disk_export_and_load(
-    name: str,
-    place: Callable[[str], Path],
-    tmp_path: Path,
-) -> None:
+def test_patch_on_disk_export_and_load(name: str, place: Callable[[str], Path], tmp_path: Path) -> None:
     source, extended, window = place(name), tmp_path / "extended", PUBLISHED[name].window
     choice = ("--sliding-window", "lift") if name in WINDOWED else ()
     method = "alibi" if name in ALIBI else "yarn"
@@ -390,12 +371,7 @@ def test_plan_counts_every_one(name: str, place: Callable[[str], Path]) -> None:
 
 def angles_per_token(model: PreTrainedModel, length: int) -> Tensor:
     """Radians per token of every pair in a text of ``length`` tokens."""
-    text = model.config.get_text_config(decoder=True)
-    owner = next(
-        module
-        for path, module in model.named_modules()
-        if path.endswith("rotary_emb") and getattr(module, "config", None) is text
-    )
+    owner = rotary_in(model)
     kind = "full_attention" if isinstance(owner.rope_type, dict) else None
     arguments = {} if kind is None else {"layer_type": kind}
     owner(torch.zeros(1), torch.tensor([[0, length - 1]]), **arguments)  # longrope takes its set for long texts now

@@ -68,11 +68,8 @@ Build = Callable[[], PreTrainedModel]
 def test_a_full_disk_leaves_no_half_of_a_checkpoint(build: Build, size: int, tmp_path: Path) -> None:
     model, tokenizer = build(), long_tokenizer()
     # A tokenizer is written by the package tokenizers, which raises no class but Exception itself.
-    expected = (
-        (CheckpointError, rf"Could not save to {tmp_path}/new: .*too large")
-        if size < ROOMS[2]
-        else (Exception, "too large")
-    )
+    ours = (CheckpointError, rf"Could not save to {tmp_path}/new: .*too large")
+    expected = ours if size < ROOMS[2] else (Exception, "too large")
     with room_for(size), pytest.raises(expected[0], match=expected[1]):
         ctxext.save(model, tmp_path / "new", tokenizer=tokenizer)
     assert list(tmp_path.iterdir()) == []

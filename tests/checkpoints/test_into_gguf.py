@@ -28,6 +28,7 @@ TARGET = 4 * TRAINED
 DIVISORS = "rope_freqs.weight"
 PI: dict[str, Any] = {"to": "llama.cpp", "method": "pi", "factor": 4.0}
 FACTORS = [1.0, 1.03, 1.1, 1.7, 2.0, 3.1, 4.4, 5.0]
+SETS, SEARCHED = {"short_factor": FACTORS, "long_factor": FACTORS}, PLAIN / np.array(FACTORS)
 # What the extension writes, and takes away.
 OWN = ("llama.context_length", "llama.rope.scaling.")
 
@@ -44,16 +45,8 @@ EXTENSIONS: dict[str, tuple[dict[str, Any], np.ndarray, float]] = {
     "yarn": ({"factor": 4.0}, scaled_by("yarn", 4.0), 0.1 * math.log(4) + 1),
     "llama3": ({"factor": 4.0}, llama3(4.0), 1.0),
     "ntk_by_parts": ({"factor": 4.0}, llama3(4.0, 1.0, 32.0), 1.0),
-    "longrope": (
-        {"factor": 4.0, "short_factor": FACTORS, "long_factor": FACTORS, "attention_factor": 1.07},
-        PLAIN / np.array(FACTORS),
-        1.07,
-    ),
-    "table": (
-        {"factor": 4.0, "inv_freq": (PLAIN / np.array(FACTORS)).tolist(), "attention_scale": 0.9},
-        PLAIN / np.array(FACTORS),
-        0.9,
-    ),
+    "longrope": ({"factor": 4.0, "attention_factor": 1.07} | SETS, SEARCHED, 1.07),
+    "table": ({"factor": 4.0, "inv_freq": SEARCHED.tolist(), "attention_scale": 0.9}, SEARCHED, 0.9),
     "nope": ({"factor": 4.0}, np.zeros(HALF), 1.0),
 }
 
@@ -76,9 +69,8 @@ def raw_keys(path: Path) -> dict[str, bytes]:
 
 
 def raw_tensors(path: Path) -> dict[str, tuple[Any, ...]]:
-    return {
-        one.name: (one.tensor_type, one.shape.tolist(), one.data.tobytes()) for one in gguf.GGUFReader(path).tensors
-    }
+    tensors = gguf.GGUFReader(path).tensors
+    return {one.name: (one.tensor_type, one.shape.tolist(), one.data.tobytes()) for one in tensors}
 
 
 def same_but_for_the_extension(one: Path, other: Path) -> bool:
@@ -174,14 +166,8 @@ def test_keys_that_may_be_left_out(model: LlamaForCausalLM, llama: Path, tmp_pat
     assert same_divisors(tmp_path / "out.gguf", PLAIN / 4)
 
 
-LLAMA31 = {
-    "rope_type": "llama3",
-    "rope_theta": 10000.0,
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": TRAINED,
-}
+LLAMA31 = {"rope_type": "llama3", "rope_theta": 10000.0, "factor": 8.0, "original_max_position_embeddings": TRAINED}
+LLAMA31 |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
 
 
 def scaled(place: Path) -> tuple[Path, LlamaForCausalLM]:
@@ -250,7 +236,7 @@ BY_FILE = ("llama3", "ntk_by_parts", "longrope", "table")
 def test_two_sets_of_factors_are_not_exact(llama: Path, plain_gguf: Path, tmp_path: Path) -> None:
     two = METHODS["longrope"].from_dict({"factor": 4.0, "short_factor": [1.0] * HALF, "long_factor": FACTORS})
     made = export(llama, to="llama.cpp", method=two, gguf=(plain_gguf, tmp_path / "out.gguf"))
-    assert same_divisors(tmp_path / "out.gguf", PLAIN / np.array(FACTORS))
+    assert same_divisors(tmp_path / "out.gguf", SEARCHED)
     assert not made.exact
     assert any("for short texts too" in note for note in made.notes)
 
@@ -291,9 +277,7 @@ def test_a_file_of_another_model(
     ("name", "method", "message"),
     [
         ("llama", "dynamic_ntk", "no dynamic scaling"),
-        ("llama", "dynamic_yarn", "cannot run 'dynamic_yarn'"),
-        ("llama", "self_extend", "cannot run 'self_extend'"),
-        ("llama", "alibi", "cannot run 'alibi'"),
+        *(("llama", method, f"cannot run '{method}'") for method in ("dynamic_yarn", "self_extend", "alibi")),
         ("qwen2", "llama3", "of this qwen2 cannot hold the extension"),
         ("gemma3", "llama3", "of this gemma3_text cannot hold the extension"),
     ],
@@ -324,13 +308,9 @@ def test_files_that_cannot_be_read_or_written(llama: Path, plain_gguf: Path, tmp
     out, broken, cut = (tmp_path / name for name in ("out.gguf", "broken.gguf", "cut.gguf"))
     broken.write_bytes(b"GGUF")
     cut.write_bytes(plain_gguf.read_bytes()[:-5000])
-    for source, message in (
-        (tmp_path / "none.gguf", "There is no file"),
-        (tmp_path, "There is no file"),
-        (broken, "cannot be read as GGUF"),
-        (cut, "cannot be read as GGUF"),
-        (llama / "config.json", "cannot be read as GGUF"),
-    ):
+    absent, damaged = (tmp_path / "none.gguf", tmp_path), (broken, cut, llama / "config.json")
+    said = dict.fromkeys(absent, "There is no file") | dict.fromkeys(damaged, "cannot be read as GGUF")
+    for source, message in said.items():
         with pytest.raises(CheckpointError, match=message):
             export(llama, gguf=(source, out), **PI)
     before = plain_gguf.read_bytes()
@@ -387,25 +367,19 @@ def test_a_file_made_meanwhile_is_not_replaced(llama: Path, plain_gguf: Path, tm
 WILD = [1.3, 0.8, 2.0, 1.0, 5.0, 3.3, 4.1, 7.9, 2.2, 6.0, 1.1, 4.0, 9.0, 3.0, 8.0, 4.4]
 
 
+SEEN_BY_LLAMA_CPP: dict[str, dict[str, Any]] = {
+    "longrope": {"short_factor": WILD, "long_factor": WILD, "attention_factor": 1.3},
+    "longrope softer": {"short_factor": WILD, "long_factor": WILD, "attention_factor": 0.7},
+    **{"yarn": {"truncate": False}, "ntk": {}, "llama3": {}, "nope": {"sharpening": 0.2}},
+}
+
+
 @pytest.mark.nightly
-@pytest.mark.parametrize(
-    ("method", "parameters"),
-    [
-        ("longrope", {"short_factor": WILD, "long_factor": WILD, "attention_factor": 1.3}),
-        ("longrope", {"short_factor": WILD, "long_factor": WILD, "attention_factor": 0.7}),
-        ("yarn", {"truncate": False}),
-        ("ntk", {}),
-        ("llama3", {}),
-        ("nope", {"sharpening": 0.2}),
-    ],
-    ids=["searched", "searched, softer", "yarn", "ntk", "llama3", "nope"],
-)
-def test_a_real_llama_cpp_computes_what_the_patched_model_does(
-    tmp_path: Path, method: str, parameters: dict[str, Any]
-) -> None:
-    model = tiny()
+@pytest.mark.parametrize("name", SEEN_BY_LLAMA_CPP)
+def test_a_real_llama_cpp_computes_what_the_patched_model_does(tmp_path: Path, name: str) -> None:
+    model, method = tiny(), METHODS[name.partition(" ")[0]]
     source = write_gguf(model, tmp_path / "in.gguf")
-    compare_with_llama_cpp(model, source, METHODS[method].from_dict({"factor": 4.0, **parameters}))
+    compare_with_llama_cpp(model, source, method.from_dict({"factor": 4.0} | SEEN_BY_LLAMA_CPP[name]))
 
 
 @pytest.mark.nightly

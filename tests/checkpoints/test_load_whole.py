@@ -12,28 +12,14 @@ import pytest
 import torch
 import transformers
 from peft import LoraConfig, get_peft_model
-from transformers import (
-    AutoModelForImageTextToText,
-    AutoModelForSequenceClassification,
-    GenerationConfig,
-    LlamaForCausalLM,
-    LlamaForSequenceClassification,
-    PreTrainedModel,
-)
+from transformers import AutoModelForImageTextToText, LlamaForCausalLM, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 import ctxext
 from ctxext.checkpoints.inspect import inspect_checkpoint
 from ctxext.checkpoints.load import load_saved
 from ctxext.checkpoints.write import patch_checkpoint
-from ctxext.errors import (
-    CheckpointError,
-    CtxextError,
-    IncompatibleError,
-    InvalidParameterError,
-    PatchStateError,
-    UnknownNameError,
-)
+from ctxext.errors import CheckpointError, IncompatibleError, PatchStateError, UnknownNameError
 from ctxext.measuring.checkpoint import load_checkpoint
 from tests._checkpoints import rewrite, save_with_tokenizer
 from tests._models import logits, qwen2_vl, tiny, tokens
@@ -73,11 +59,8 @@ def test_a_head_comes_back(head: str, name: str, tmp_path: Path) -> None:
         expected = ctxext.patch(model, name, factor=4)(inputs)[0]
     model.save_pretrained(tmp_path / "long")
     patch_checkpoint(tmp_path / "plain", tmp_path / "disk", name, factor=4.0)
-    for loaded in (
-        ctxext.load(tmp_path / "long"),
-        ctxext.load(tmp_path / "plain", name, factor=4),
-        ctxext.load(tmp_path / "disk"),
-    ):
+    for place, given in (("long", {}), ("plain", {"method": name, "factor": 4}), ("disk", {})):
+        loaded = ctxext.load(tmp_path / place, **given)
         assert type(loaded) is kind
         with torch.no_grad():
             assert torch.equal(loaded(inputs)[0], expected)
@@ -85,7 +68,7 @@ def test_a_head_comes_back(head: str, name: str, tmp_path: Path) -> None:
 
 @pytest.mark.nightly
 def test_the_class_can_be_chosen(plain: Path) -> None:
-    for chosen in ("AutoModelForSequenceClassification", AutoModelForSequenceClassification):
+    for chosen in ("AutoModelForSequenceClassification", transformers.AutoModelForSequenceClassification):
         loaded = ctxext.load(plain, "yarn", factor=4, auto_class=chosen)
         assert type(loaded).__name__ == "LlamaForSequenceClassification"
     with pytest.raises(UnknownNameError, match="Did you mean 'AutoModelForCausalLM'"):
@@ -111,11 +94,8 @@ def test_a_vision_language_checkpoint_stays_whole(model_type: str, tmp_path: Pat
     ctxext.patch(model, "yarn", factor=4)
     model.save_pretrained(tmp_path / "memory")
     expected = logits(model, tokens())
-    for loaded in (
-        ctxext.load(tmp_path / "memory"),
-        ctxext.load(tmp_path / "disk"),
-        ctxext.load(tmp_path / "plain", "yarn", factor=4),
-    ):
+    for place, given in (("memory", {}), ("disk", {}), ("plain", {"method": "yarn", "factor": 4})):
+        loaded = ctxext.load(tmp_path / place, **given)
         assert type(loaded) is type(model)
         assert torch.equal(logits(loaded, tokens()), expected)
     again = ctxext.load(tmp_path / "memory", "pi", factor=2, trained_length=TRAINED_LENGTH)
@@ -189,7 +169,7 @@ def test_a_class_of_ones_own_is_not_taken_for_a_language_model(tmp_path: Path) -
 
 
 def test_what_predicts_no_tokens_is_not_evaluated(tmp_path: Path) -> None:
-    save_with_tokenizer(LlamaForSequenceClassification(tiny().config), tmp_path)
+    save_with_tokenizer(transformers.LlamaForSequenceClassification(tiny().config), tmp_path)
     with pytest.raises(IncompatibleError, match="LlamaForSequenceClassification, which predicts no tokens"):
         load_checkpoint(str(tmp_path))
 
@@ -214,7 +194,7 @@ def test_a_bloom_says_what_it_was_trained_for(length: int, tmp_path: Path) -> No
     model.save_pretrained(tmp_path)
     loaded = ctxext.load(tmp_path)
     assert (ctxext.describe(loaded).trained_length, ctxext.describe(loaded).target_length) == (length, 2 * length)
-    with pytest.raises(CtxextError, match=f"trained_length={length}"):
+    with pytest.raises(ctxext.errors.CtxextError, match=f"trained_length={length}"):
         ctxext.load(tmp_path, "pi", factor=2)
     assert ctxext.unpatch(loaded).config.seq_length == length
     assert ctxext.describe(ctxext.patch(tiny("bloom"), "pi", factor=2)).trained_length == 2048
@@ -224,7 +204,7 @@ def test_a_bloom_says_what_it_was_trained_for(length: int, tmp_path: Path) -> No
 def test_generate_reaches_the_new_window(tmp_path: Path) -> None:
     """Llama 2's generation_config.json holds its window as max_length."""
     model = tiny()
-    model.generation_config = GenerationConfig(max_length=TRAINED_LENGTH, do_sample=True)
+    model.generation_config = transformers.GenerationConfig(max_length=TRAINED_LENGTH, do_sample=True)
     model.save_pretrained(tmp_path / "plain")
     ctxext.patch(model, "yarn", factor=4)
     assert model.generation_config.max_length == 4 * TRAINED_LENGTH
@@ -275,16 +255,15 @@ def test_the_base_of_a_method_is_no_base_of_an_adapter(plain: Path) -> None:
     assert abf.config.rope_parameters["rope_theta"] == 5e5
     with pytest.raises(UnknownNameError, match=r"'beta_fst'\. Did you mean 'beta_fast'"):
         ctxext.load(plain, "yarn", factor=4, beta_fst=3)
-    with pytest.raises(InvalidParameterError, match="found None"):
+    with pytest.raises(ctxext.errors.InvalidParameterError, match="found None"):
         ctxext.load(None, "yarn", factor=4)  # type: ignore[arg-type]
 
 
 def test_a_misspelt_directory_is_named(plain: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     shutil.copytree(plain, tmp_path / "ck/llama")
-    with pytest.raises(
-        CheckpointError, match=r"no directory ck/lama, though there is one ck\. Did you mean ck/llama\?"
-    ):
+    said = r"no directory ck/lama, though there is one ck\. Did you mean ck/llama\?"
+    with pytest.raises(CheckpointError, match=said):
         ctxext.load("ck/lama", "yarn", factor=4)
     monkeypatch.chdir(tmp_path / "ck")
     with pytest.raises(CheckpointError, match=r"There is no directory lama\. Did you mean llama\?"):
@@ -299,7 +278,7 @@ def test_a_field_of_another_type_in_what_was_before_is_a_sentence(
     """What transformers' own classes refuse, and what they end in."""
     shutil.copytree(yarn, tmp_path, dirs_exist_ok=True)
     rewrite(tmp_path / "config.json", lambda config: config["ctxext"]["original"].update({name: value}))
-    with pytest.raises(CtxextError, match=re.escape(str(tmp_path))):
+    with pytest.raises(ctxext.errors.CtxextError, match=re.escape(str(tmp_path))):
         ctxext.load(tmp_path)
 
 

@@ -29,9 +29,8 @@ dtype: float32
 def test_an_extended_base_model_extends_the_merge(method: str, tmp_path: Path) -> None:
     pytest.importorskip("mergekit", reason="needs mergekit: make nightly installs it")
     for name, seed in (("first", 0), ("second", 1)):
-        ctxext.save(
-            ctxext.patch(tiny(seed=seed), method, factor=4), tmp_path / name, tokenizer=make_tokenizer(bos=True)
-        )
+        model = ctxext.patch(tiny(seed=seed), method, factor=4)
+        ctxext.save(model, tmp_path / name, tokenizer=make_tokenizer(bos=True))
     (tmp_path / "merge.yaml").write_text(MERGE.format(place=tmp_path), encoding="utf-8")
     ran(["-m", "mergekit.scripts.run_yaml", "merge.yaml", "merged"], tmp_path, code=0)
     first, second, merged = (load_file(tmp_path / name / "model.safetensors") for name in ("first", "second", "merged"))

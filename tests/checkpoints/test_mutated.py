@@ -20,13 +20,8 @@ from tests._famous import famous_checkpoint, famous_config
 
 BLOOM = "mrm8488/bloom-560m-finetuned-common_gen"
 CONFIGS = (
-    "meta-llama/Llama-2-7b-hf",
-    "meta-llama/Llama-3.1-8B",
-    "mistralai/Mistral-7B-v0.1",
-    "google/gemma-3-1b-pt",
-    "microsoft/Phi-3-mini-128k-instruct",
-    "deepseek-ai/DeepSeek-V3",
-    BLOOM,
+    *("meta-llama/Llama-2-7b-hf", "meta-llama/Llama-3.1-8B", "mistralai/Mistral-7B-v0.1", "google/gemma-3-1b-pt"),
+    *("microsoft/Phi-3-mini-128k-instruct", "deepseek-ai/DeepSeek-V3", BLOOM),
 )
 VALUES: list[Any] = [
     *(None, 0, -1, 1, 2, 3.5, -2.5, 1e30, 10**18, float("nan"), float("inf"), 128.0, True, False),
@@ -46,22 +41,14 @@ ROPES: list[Any] = [
     {"type": "su", "factor": 4},
     {"rope_type": "bogus", "factor": 2},
     {"rope_type": "dynamic", "factor": "2"},
-    {"factor": 2},
-    {"type": "linear"},
-    {"rope_type": "llama3", "factor": 8},
+    *({"factor": 2}, {"type": "linear"}, {"rope_type": "llama3", "factor": 8}),
     {"rope_type": "yarn", "factor": 0, "original_max_position_embeddings": 64},
-    {"rope_type": "default", "rope_theta": -1},
-    {"rope_type": "default", "rope_theta": 0},
-    {"rope_type": "default", "rope_theta": 1},
-    {"rope_type": "default", "rope_theta": "10000"},
+    *({"rope_type": "default", "rope_theta": base} for base in (-1, 0, 1, "10000")),
     {"rope_type": ["default"], "rope_theta": 1e4},
-    "linear",
-    [1, 2],
-    4,
+    *("linear", [1, 2], 4),
     {"rope_type": "yarn", "rope_theta": 1e4, "factor": 2, "original_max_position_embeddings": "64"},
     {"rope_type": "longrope", "short_factor": [1], "long_factor": [2], "factor": 2},
-    {"rope_type": "ctxext_rope", "rope_theta": 1e4},
-    {"rope_type": "ctxext_unrotated", "rope_theta": 1e4},
+    *({"rope_type": own, "rope_theta": 1e4} for own in ("ctxext_rope", "ctxext_unrotated")),
 ]
 EXTENSIONS: list[Any] = [
     *({}, {"format": 1}, {"format": 2}, "yes", 4, [], None, True, {"method": "yarn"}),

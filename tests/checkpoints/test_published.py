@@ -21,33 +21,19 @@ from tests._models import tiny
 from tests.walk.tiny import TRAINED_LENGTH
 
 ORIGINAL = "original_max_position_embeddings"
-YARN = {"rope_type": "yarn", "factor": 4.0, ORIGINAL: 32768}
+PLAIN_YARN = {"rope_type": "yarn", "factor": 4.0}
+YARN = PLAIN_YARN | {ORIGINAL: 32768}
 # ruff: noqa: E501
 SMALL = SHAPE | {"num_attention_heads": 2, "num_key_value_heads": 1, "vocab_size": 64, "max_position_embeddings": 32768}
 ONE_FOR_EACH = {name: value for name, value in SMALL.items() if name != "num_key_value_heads"}
 LLAMA = SMALL | {"model_type": "llama", "architectures": ["LlamaForCausalLM"]}
 QWEN2 = SMALL | {"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"], "rope_theta": 1e6}
 GEMMA3 = SMALL | {"model_type": "gemma3_text", "architectures": ["Gemma3ForCausalLM"], "head_dim": 32}
-DBRX = {
-    "model_type": "dbrx",
-    "architectures": ["DbrxForCausalLM"],
-    "d_model": 64,
-    "n_heads": 2,
-    "n_layers": 2,
-    "vocab_size": 64,
-    "ffn_config": {"ffn_hidden_size": 96, "moe_num_experts": 2, "moe_top_k": 1},
-}
-LLAVA = {
-    "model_type": "llava",
-    "architectures": ["LlavaForConditionalGeneration"],
-    "text_config": SMALL | {"model_type": "llama", "rope_theta": 500000.0},
-    "vision_config": {
-        "model_type": "clip_vision_model",
-        "hidden_size": 32,
-        "num_hidden_layers": 1,
-        "num_attention_heads": 2,
-    },
-}
+DBRX = {"model_type": "dbrx", "architectures": ["DbrxForCausalLM"], "d_model": 64, "n_heads": 2, "n_layers": 2}
+DBRX |= {"vocab_size": 64, "ffn_config": {"ffn_hidden_size": 96, "moe_num_experts": 2, "moe_top_k": 1}}
+CLIP = {"model_type": "clip_vision_model", "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+LLAVA: dict[str, Any] = {"model_type": "llava", "architectures": ["LlavaForConditionalGeneration"]}
+LLAVA |= {"text_config": SMALL | {"model_type": "llama", "rope_theta": 500000.0}, "vision_config": CLIP}
 PARAMETERS = {"rope_type": "default", "rope_theta": 500000.0}
 
 
@@ -67,16 +53,11 @@ def without_length(config: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in config.items() if name != "max_position_embeddings"}
 
 
+OTHER_BASE = r"rope_theta=500000\.0 \(built: 10000\.0\)"
 # A config.json, the field that transformers loses when it builds a model from it, and what it builds instead.
 LOST: dict[str, tuple[dict[str, Any], str]] = {
-    "a model card's block beside rope_parameters": (
-        LLAMA | {"rope_parameters": PARAMETERS, "rope_scaling": YARN},
-        r"rope_theta=500000\.0 \(built: 10000\.0\)",
-    ),
-    "the same, linear": (
-        LLAMA | {"rope_parameters": PARAMETERS, "rope_scaling": {"type": "linear", "factor": 2.0}},
-        r"rope_theta=500000\.0 \(built: 10000\.0\)",
-    ),
+    "a model card's block beside rope_parameters": (LLAMA | {"rope_parameters": PARAMETERS, "rope_scaling": YARN}, OTHER_BASE),
+    "the same, linear": (LLAMA | {"rope_parameters": PARAMETERS, "rope_scaling": {"type": "linear", "factor": 2.0}}, OTHER_BASE),
     "two scalings": (
         LLAMA | {"rope_parameters": PARAMETERS | YARN, "rope_scaling": PARAMETERS | {"rope_type": "linear", "factor": 2.0}},
         r"rope_type='yarn' \(built: 'linear'\)",
@@ -84,10 +65,7 @@ LOST: dict[str, tuple[dict[str, Any], str]] = {
     "a base in a nested field": (DBRX | {"attn_config": {"rope_theta": 500000, "kv_n_heads": 1}}, r"rope_theta=500000"),
     "a base under a name that the class does not read": (LLAMA | {"rotary_emb_base": 1e6}, r"rotary_emb_base=1000000"),
     "two names of the scaling": (LLAMA | {"rope_scaling": YARN | {"type": "linear"}}, r"rope_type='linear' \(built: 'yarn'"),
-    "an original length beside the block": (
-        LLAMA | {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}, ORIGINAL: 8192},
-        rf"{ORIGINAL}=8192 \(built: 32768\)",
-    ),
+    "an original length beside the block": (LLAMA | {"rope_scaling": PLAIN_YARN, ORIGINAL: 8192}, rf"{ORIGINAL}=8192 \(built: 32768\)"),
     "a length under another program's name": (without_length(LLAMA) | {"model_max_length": 8192}, r"model_max_length=8192 \(built: 2048\)"),
     "the same of an older class": (without_length(LLAMA) | {"n_positions": 4096}, r"n_positions=4096 \(built: 2048\)"),
     "the same of a trainer": (without_length(QWEN2) | {"max_seq_length": 16384}, r"max_seq_length=16384 \(built: 32768\)"),
@@ -98,10 +76,7 @@ LOST: dict[str, tuple[dict[str, Any], str]] = {
     "a base beside the part that reads text": (LLAVA | {"rope_theta": 1e6}, r"rope_theta=1000000\.0 \(built: 500000\.0\)"),
     "how many dimensions rotate": (LLAMA | {"rotary_dim": 16}, r"rotary_dim=16 \(built: 32\)"),
     "the same under another name": (QWEN2 | {"rope_emb_dim": 8}, r"rope_emb_dim=8 \(built: 32\)"),
-    "the same beside a part": (
-        LLAMA | {"rotary_ndims": 16, "partial_rotary_factor": 0.25},
-        r"rotary_ndims=16 \(built: 8\.0\)",
-    ),
+    "the same beside a part": (LLAMA | {"rotary_ndims": 16, "partial_rotary_factor": 0.25}, r"rotary_ndims=16 \(built: 8\.0\)"),
     "a flat block for layer types": (
         GEMMA3 | {"rope_parameters": {"full_attention": PARAMETERS, "sliding_attention": PARAMETERS} | YARN},
         r"rope_type='yarn'",
@@ -136,22 +111,17 @@ def test_a_position_field_that_gets_lost_or_says_nothing_is_refused_by_name(
 ) -> None:
     config, words = REFUSED[name]
     place = written(config)
-    for read in (
-        read_any_config,
-        inspect_checkpoint,
-        lambda path: ctxext.export(path, to="vllm", method="yarn", factor=2),
-    ):
+
+    def export(path: Path) -> Any:
+        return ctxext.export(path, to="vllm", method="yarn", factor=2)
+
+    for read in (read_any_config, inspect_checkpoint, export):
         with pytest.raises(CheckpointError, match=words):
-            read(place)  # type: ignore[operator]
+            read(place)
 
 
-GLM = SMALL | {
-    "model_type": "glm",
-    "architectures": ["GlmForCausalLM"],
-    "head_dim": 32,
-    "pad_token_id": 0,
-    "eos_token_id": 1,
-}
+GLM = SMALL | {"model_type": "glm", "architectures": ["GlmForCausalLM"], "head_dim": 32}
+GLM |= {"pad_token_id": 0, "eos_token_id": 1}
 # A config, what it says of the rotated part of its heads of 32 dimensions, and how many of them its class rotates.
 SHARES: dict[str, tuple[dict[str, Any], str, int]] = {
     "at the top, as vLLM reads it": (LLAMA | {"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5, 16 ", 32),
@@ -229,36 +199,22 @@ def test_it_is_refused_on_the_loaded_model_too(written: Callable[..., Path]) -> 
     assert ctxext.describe(model).target_length == 262144
 
 
+GPT2 = {"model_type": "gpt2", "n_embd": 64, "n_head": 2, "n_layer": 2, "vocab_size": 64}
 MODERNBERT = ONE_FOR_EACH | {"model_type": "modernbert", "architectures": ["ModernBertForMaskedLM"]}
-QWEN3_VL: dict[str, Any] = {
-    "model_type": "qwen3_vl",
-    "architectures": ["Qwen3VLForConditionalGeneration"],
-    "text_config": SMALL | {"model_type": "qwen3_vl_text", "head_dim": 32, "rope_theta": 5e6},
-}
+QWEN3_VL: dict[str, Any] = {"model_type": "qwen3_vl", "architectures": ["Qwen3VLForConditionalGeneration"]}
+QWEN3_VL["text_config"] = SMALL | {"model_type": "qwen3_vl_text", "head_dim": 32, "rope_theta": 5e6}
 # Rope blocks that cannot be read as they are meant, and the way out that is named.
 MISWRITTEN: dict[str, tuple[dict[str, Any], str]] = {
     "ModernBERT, an old name": (
         MODERNBERT | {"rope_scaling": {"type": "yarn", "factor": 4.0, ORIGINAL: 8192}},
         "says type='yarn' and factor=4.0.* Rename type to rope_type='yarn'",
     ),
-    "ModernBERT, linear": (
-        MODERNBERT | {"rope_scaling": {"type": "linear", "factor": 2.0}},
-        "Rename type to rope_type='linear'",
-    ),
-    "a table": (
-        SMALL | {"model_type": "bert", "rope_scaling": {"type": "dynamic", "factor": 2}},
-        "which BertConfig of transformers does not declare",
-    ),
-    "another table": (
-        {"model_type": "gpt2", "n_embd": 64, "n_head": 2, "rope_scaling": {"rope_type": "linear", "factor": 2}},
-        "which GPT2Config of transformers does not declare",
-    ),
+    "ModernBERT, linear": (MODERNBERT | {"rope_scaling": {"type": "linear", "factor": 2.0}}, "Rename type to rope_type='linear'"),
+    "a table": (SMALL | {"model_type": "bert", "rope_scaling": {"type": "dynamic", "factor": 2}}, "which BertConfig of transformers does not declare"),
+    "another table": (GPT2 | {"rope_scaling": {"rope_type": "linear", "factor": 2}}, "which GPT2Config of transformers does not declare"),
     "beside the part that reads text": (QWEN3_VL | {"rope_scaling": YARN}, "Move rope_scaling into text_config"),
-    "the same, in the new form": (
-        QWEN3_VL | {"rope_parameters": YARN | {"rope_theta": 5e6, ORIGINAL: None}},
-        "Move rope_parameters into text_config",
-    ),
-}
+    "the same, in the new form": (QWEN3_VL | {"rope_parameters": YARN | {"rope_theta": 5e6, ORIGINAL: None}}, "Move rope_parameters into text_config"),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", MISWRITTEN)
@@ -306,41 +262,22 @@ def test_what_loses_nothing_is_read(name: str, written: Callable[..., Path]) -> 
     assert read_any_config(written(KEPT[name])).model_type == KEPT[name]["model_type"]
 
 
+LONGROPE = {"type": "longrope", "factor": 4.0, ORIGINAL: 32768, "short_factor": [1.0] * 16, "long_factor": [1.0] * 16}
 DUAL = {"dual_chunk_attention_config": {"chunk_size": 262144, "local_size": 8192, ORIGINAL: 262144}}
 # A config, the field that other programs obey, and which of them.
 FOREIGN: dict[str, tuple[dict[str, Any], str, tuple[str, ...]]] = {
     "attn_factor": (QWEN2 | {"rope_scaling": YARN | {"attn_factor": 0.878}}, "attn_factor", ("vllm", "sglang")),
-    "extrapolation_factor": (
-        QWEN2 | {"rope_scaling": YARN | {"extrapolation_factor": 0.5}},
-        "extrapolation_factor",
-        ("vllm", "sglang"),
-    ),
+    "extrapolation_factor": (QWEN2 | {"rope_scaling": YARN | {"extrapolation_factor": 0.5}}, "extrapolation_factor", ("vllm", "sglang")),
     "apply_yarn_scaling": (QWEN2 | {"rope_scaling": YARN | {"apply_yarn_scaling": False}}, "apply_yarn_scaling", ("vllm",)),
     "alpha": (QWEN2 | {"rope_scaling": {"type": "dynamic", "factor": 2.0, "alpha": 4.0}}, "alpha", ("vllm", "sglang")),
     "dual chunks": (QWEN2 | DUAL | {"max_position_embeddings": 262144, "rope_scaling": YARN | {ORIGINAL: 262144}}, "dual_chunk_attention_config", ("vllm", "sglang")),
-    "mscale of longrope": (
-        QWEN2
-        | {
-            "rope_scaling": {
-                "type": "longrope",
-                "factor": 4.0,
-                ORIGINAL: 32768,
-                "short_factor": [1.0] * 16,
-                "long_factor": [1.0] * 16,
-                "short_mscale": 1.2,
-            }
-        },
-        "short_mscale",
-        ("vllm", "sglang"),
-    ),
+    "mscale of longrope": (QWEN2 | {"rope_scaling": LONGROPE | {"short_mscale": 1.2}}, "short_mscale", ("vllm", "sglang")),
 }  # fmt: skip
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", FOREIGN)
-def test_what_other_programs_obey_is_named_and_taken_out(
-    name: str, written: Callable[..., Path], tmp_path: Path
-) -> None:
+def test_what_other_programs_obey_is_taken_out(name: str, written: Callable[..., Path], tmp_path: Path) -> None:
     config, field, programs = FOREIGN[name]
     place = written(config)
     found = inspect_checkpoint(place)
@@ -388,38 +325,19 @@ def test_neutral_values_are_no_news(written: Callable[..., Path]) -> None:
     assert ctxext.export(place, to="vllm").exact
 
 
-BERT = ONE_FOR_EACH | {
-    "max_position_embeddings": 512,
-    "model_type": "bert",
-    "architectures": ["BertForMaskedLM"],
-}
+BERT = ONE_FOR_EACH | {"max_position_embeddings": 512, "model_type": "bert", "architectures": ["BertForMaskedLM"]}
 OWN_CODE = {"auto_map": {"AutoConfig": "own.Config", "AutoModelForMaskedLM": "own.Model"}}
-MPT = {
-    "model_type": "mpt",
-    "architectures": ["MptForCausalLM"],
-    "d_model": 64,
-    "n_heads": 2,
-    "n_layers": 2,
-    "max_seq_len": 2048,
-    "vocab_size": 64,
-}
+MPT = {"model_type": "mpt", "architectures": ["MptForCausalLM"], "d_model": 64, "n_heads": 2, "n_layers": 2}
+MPT |= {"max_seq_len": 2048, "vocab_size": 64}
 XLM_ROBERTA = BERT | {"model_type": "xlm-roberta", "architectures": ["XLMRobertaForMaskedLM"]}
 OTHERWISE: dict[str, tuple[dict[str, Any], str]] = {
     "MosaicBERT, DNABERT-2": (BERT | OWN_CODE | {"alibi_starting_size": 512}, "alibi_starting_size=512"),
     "Jina BERT": (BERT | OWN_CODE | {"position_embedding_type": "alibi"}, "position_embedding_type='alibi'"),
     "relative keys": (BERT | {"position_embedding_type": "relative_key_query"}, "position_embedding_type='relative_key_query'"),
-    "Jina embeddings v3": (
-        XLM_ROBERTA | OWN_CODE | {"position_embedding_type": "rotary", "rotary_emb_base": 20000.0},
-        "position_embedding_type='rotary'",
-    ),
-    "a GPT-2 that rotates": (
-        {"model_type": "gpt2", "n_embd": 64, "n_head": 2, "n_layer": 2, "vocab_size": 64, "use_rotary": True},
-        "use_rotary=True",
-    ),
+    "Jina embeddings v3": (XLM_ROBERTA | OWN_CODE | {"position_embedding_type": "rotary", "rotary_emb_base": 20000.0}, "position_embedding_type='rotary'"),
+    "a GPT-2 that rotates": (GPT2 | {"use_rotary": True}, "use_rotary=True"),
     "a Llama with ALiBi": (LLAMA | {"use_alibi": True}, "use_alibi=True"),
-    "a BERT that rotates, in the form of transformers 5": (
-        BERT | {"rope_parameters": {"rope_type": "default", "rope_theta": 160000.0}}, "rope_parameters={'rope_type': 'default', 'rope_theta': 160000.0}",
-    ),
+    "a BERT that rotates, in the form of transformers 5": (BERT | {"rope_parameters": PARAMETERS}, f"rope_parameters={PARAMETERS}"),
     "a BERT without positions": (BERT | {"position_embedding_type": "none"}, "position_embedding_type='none'"),
     "the same, as papers call it": (BERT | {"position_embedding_type": "nope"}, "position_embedding_type='nope'"),
     "a BERT with sinusoids": (BERT | {"position_embedding_type": "sinusoidal"}, "position_embedding_type='sinusoidal'"),
@@ -474,12 +392,10 @@ def test_what_the_class_reads_or_has_is_taken(written: Callable[..., Path]) -> N
 
 def test_a_length_that_was_changed_after_loading_is_asked_about() -> None:
     """As axolotl does, which raises it to the sequence length before a plugin sees the model."""
-    model = tiny()
+    model, said = tiny(), rf"trained_length={TRAINED_LENGTH} or trained_length={4 * TRAINED_LENGTH}"
     model.config.max_position_embeddings = 4 * TRAINED_LENGTH
     for method in ("yarn", "alibi", "self_extend"):
-        with pytest.raises(
-            PatchStateError, match=rf"trained_length={TRAINED_LENGTH} or trained_length={4 * TRAINED_LENGTH}"
-        ):
+        with pytest.raises(PatchStateError, match=said):
             ctxext.patch(model, method, factor=4)
     ctxext.patch(model, "yarn", factor=4, trained_length=TRAINED_LENGTH)
     assert ctxext.describe(model).target_length == 4 * TRAINED_LENGTH

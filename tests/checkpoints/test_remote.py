@@ -10,14 +10,7 @@ import torch
 import transformers
 from huggingface_hub import constants
 from peft import LoraConfig, get_peft_model
-from transformers import (
-    AutoConfig,
-    AutoModel,
-    AutoModelForCausalLM,
-    AutoModelForSequenceClassification,
-    AutoTokenizer,
-    BertModel,
-)
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoTokenizer, BertModel
 
 import ctxext
 from ctxext.checkpoints.remote import RemoteConfig
@@ -131,12 +124,9 @@ def test_what_is_loaded_names_no_code_any_more(tmp_path: Path) -> None:
 
 
 def test_adapters_and_models_of_no_auto_class_are_refused(tmp_path: Path) -> None:
+    model = ctxext.patch(tiny(), "yarn", factor=4)
     with pytest.raises(InvalidParameterError, match="is for whole models"):
-        ctxext.save(
-            get_peft_model(ctxext.patch(tiny(), "yarn", factor=4), LoraConfig(target_modules=["q_proj"])),
-            tmp_path,
-            remote_code=True,
-        )
+        ctxext.save(get_peft_model(model, LoraConfig(target_modules=["q_proj"])), tmp_path, remote_code=True)
     model = ctxext.patch(tiny(), "yarn", factor=4)
     model.__class__ = type("Own", (type(model),), {})
     with pytest.raises(IncompatibleError, match="no AutoModel of transformers loads a Own"):
@@ -152,6 +142,6 @@ def test_a_config_that_was_changed_is_the_model_s(tmp_path: Path) -> None:
     config = AutoConfig.from_pretrained(place, num_labels=5, **trusted)
     config.use_cache = False
     for given in ({"config": config}, {"num_labels": 5, "use_cache": False}):
-        found = AutoModelForSequenceClassification.from_pretrained(place, **given, **trusted)
+        found = transformers.AutoModelForSequenceClassification.from_pretrained(place, **given, **trusted)
         assert (found.score.out_features, found.config.num_labels, found.config.use_cache) == (5, 5, False)
         assert ctxext.describe(found).target_length == 256

@@ -30,17 +30,14 @@ def whole() -> Any:
     return ctxext.patch(tiny(), "yarn", factor=2)
 
 
+INSTEAD: list[tuple[str, Any, dict[str, Any]]] = [
+    *((name, whole, {}) for name in ("adapter_config.json", "params.json", "consolidated.safetensors")),
+    *(("model.safetensors", whole, {"variant": "fp16"}), ("model-00001-of-00002.safetensors", adapted, {})),
+]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("there", "saved", "how"),
-    [
-        ("adapter_config.json", whole, {}),
-        ("params.json", whole, {}),
-        ("consolidated.safetensors", whole, {}),
-        ("model.safetensors", whole, {"variant": "fp16"}),
-        ("model-00001-of-00002.safetensors", adapted, {}),
-    ],
-)
+@pytest.mark.parametrize(("there", "saved", "how"), INSTEAD)
 def test_what_would_be_read_instead_is_refused(there: str, saved: Any, how: dict[str, Any], tmp_path: Path) -> None:
     for name in (there, "config.json"):
         (tmp_path / name).write_text("{}")
@@ -98,9 +95,8 @@ def test_an_adapter_names_the_revision_of_its_base(tmp_path: Path, monkeypatch: 
     assert ctxext.describe(ctxext.load("me/long", "yarn", factor=2, revision="v2")).trained_length == 99
     stock = LlamaForCausalLM.from_pretrained("me/long", revision="v2")
     assert ctxext.describe(ctxext.patch(stock, "yarn", factor=2)).trained_length == 99
-    model = get_peft_model(
-        ctxext.load("me/long", "yarn", factor=2, revision="v1"), LoraConfig(target_modules=["q_proj"])
-    )
+    first = ctxext.load("me/long", "yarn", factor=2, revision="v1")
+    model = get_peft_model(first, LoraConfig(target_modules=["q_proj"]))
     ctxext.save(model, tmp_path / "adapter")
     assert read_json(tmp_path / "adapter" / "adapter_config.json")["revision"] == "v1"
     assert torch.equal(logits(ctxext.load(tmp_path / "adapter").eval(), tokens()), logits(model.eval(), tokens()))
@@ -151,10 +147,9 @@ def test_an_adapter_in_a_form_that_is_not_read_is_refused(tmp_path: Path) -> Non
 def test_a_report_is_its_text_and_not_its_name(tmp_path: Path) -> None:
     """The card held the name, and a path ended in an error when all weights had been written."""
     (tmp_path / "report.md").write_text("# Perplexity\n\nIt fell.\n")
+    said = r"^results must be the text of a report, found .*read_text\(\)"
     for results in (tmp_path / "report.md", str(tmp_path / "report.md"), ["It fell."], {"loss": 2.0}):
-        with pytest.raises(
-            InvalidParameterError, match=r"^results must be the text of a report, found .*read_text\(\)"
-        ):
+        with pytest.raises(InvalidParameterError, match=said):
             ctxext.save(whole(), tmp_path / "new", results=results)
     assert not (tmp_path / "new").exists()
     ctxext.save(whole(), tmp_path / "new", results=(tmp_path / "report.md").read_text())
@@ -182,12 +177,9 @@ def test_an_adapter_under_names_that_peft_does_not_find_is_refused(tmp_path: Pat
 def test_an_argument_that_nothing_takes_is_refused(model: Any, tmp_path: Path) -> None:
     """transformers and PEFT pass over it: the tokenizer was not saved, and the wrong branch of the hub written to."""
     made = model()
-    for name, said in (
-        ("tokeniser", "Did you mean 'tokenizer'"),
-        ("max_shard_sise", "Did you mean 'max_shard_size'"),
-        ("processor", ".*Known: .*tokenizer"),
-        ("revision", ".*Known: "),
-    ):
+    unknown = {"tokeniser": "Did you mean 'tokenizer'", "max_shard_sise": "Did you mean 'max_shard_size'"}
+    unknown |= {"processor": ".*Known: .*tokenizer", "revision": ".*Known: "}
+    for name, said in unknown.items():
         with pytest.raises(UnknownNameError, match=rf"^Unknown argument of ctxext\.save '{name}'\. {said}"):
             ctxext.save(made, tmp_path / "new", **{name: "x"})
     assert not (tmp_path / "new").exists()
