@@ -16,13 +16,8 @@ from ctxext.training.trainer import LongTrainer
 RECIPES = Path(__file__).parents[2] / "recipes"
 CONFIGS = sorted((RECIPES / "configs").rglob("*.yaml"))
 CONFIG = RECIPES / "configs" / "smollm2-135m-16k-yarn-pose.yaml"
-SMALL = {
-    "data.length": 32,
-    "training.learning_rate": 1e-2,
-    "training.checkpoint_every": 2,
-    "lora.rank": 4,
-    "dtype": "fp32",
-}
+SMALL = {"data.length": 32, "training.learning_rate": 1e-2, "training.checkpoint_every": 2}
+SMALL |= {"lora.rank": 4, "dtype": "fp32"}
 """What makes a run of that config a small one, on the tests' documents."""
 QUIET: dict[str, Any] = {"logging_steps": 1, "report_to": [], "use_cpu": True, "disable_tqdm": True}
 """What a Trainer is told in a test."""

@@ -11,12 +11,12 @@ from typing import Any
 
 import torch
 from accelerate import DistributedType, PartialState
-from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.experimental._context_parallel import _attention as ring
 
 KERNEL = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+OF_BACKWARD = ("grad_out", "query", "key", "value", "out", "logsumexp", "dropout_p", "is_causal")
 SEQUENCE = 2  # of [batch, heads, seq, head_dim]
 
 
@@ -43,39 +43,15 @@ def _forward(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[DT
 
 def _backward(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[DTensor, ...]:
     mesh = args[1].device_mesh
-    grad_out, query, key, value, out, logsumexp, dropout, causal = map(_local, args[:8])
+    given = dict(zip(OF_BACKWARD, map(_local, args[:8]), strict=True)) | {"scale": kwargs.get("scale")}
     found = ring._templated_ring_attention_backward(
-        mesh.get_group(),
-        SEQUENCE,
-        _kernel_backward,
-        grad_out=grad_out,
-        grad_out_name="grad_out",
-        query=query,
-        key=key,
-        value=value,
-        out=out,
-        logsumexp=logsumexp,
-        is_causal=causal,
-        dropout_p=dropout,
-        scale=kwargs.get("scale"),
+        mesh.get_group(), SEQUENCE, _kernel_backward, grad_out_name="grad_out", **given
     )
     return tuple(DTensor.from_local(part, mesh, [Shard(SEQUENCE)], run_check=False) for part in found[:3])
 
 
-def _kernel_backward(
-    *,
-    grad_out: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    out: Tensor,
-    logsumexp: Tensor,
-    is_causal: bool,
-    dropout_p: float,
-    scale: float | None = None,
-    **_: Any,
-) -> Any:
-    return BACKWARD(grad_out, query, key, value, out, logsumexp, dropout_p, is_causal, scale=scale)
+def _kernel_backward(*, scale: float | None = None, **given: Any) -> Any:
+    return BACKWARD(*(given[name] for name in OF_BACKWARD), scale=scale)
 
 
 def _local(value: Any) -> Any:

@@ -22,12 +22,8 @@ from ctxext.training.settings import read_settings
 from tests.training._recipe import Stop, recipe
 from tests.training.cpu_engines import admit_processes, admit_ring_attention
 
-FSDP = {
-    "ACCELERATE_USE_FSDP": "true",
-    "FSDP_VERSION": "2",
-    "FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP",
-    "FSDP_STATE_DICT_TYPE": "FULL_STATE_DICT",
-}
+FSDP = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2", "FSDP_STATE_DICT_TYPE": "FULL_STATE_DICT"}
+FSDP |= {"FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP"}
 CONTEXT = {"ACCELERATE_USE_PARALLELISM_CONFIG": "true", "PARALLELISM_CONFIG_CP_SIZE": "2"}
 REPLICATED = {"PARALLELISM_CONFIG_DP_REPLICATE_SIZE": "2", "PARALLELISM_CONFIG_DP_SHARD_SIZE": "2"}
 ENGINES: dict[str, dict[str, str]] = {

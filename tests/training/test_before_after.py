@@ -44,15 +44,10 @@ def test_before_and_after(settings: Any, corpus: Path, texts: list[str], tmp_pat
         *windows, best, own = found["perplexity"]["readings"]
         assert (own["name"], best["name"], len(windows)) == ("extended", "truncated", 4)
         assert own["in_window"]["mean"] == pytest.approx(by_position(model, ids, 0, 64) - unextended, abs=1e-5)
-        cut = {
-            window: torch.cat(
-                [truncated_loss(model, one, window=window, stride=window // 4, prefix=1)[0, 96:] for one in ids]
-            )
-            .double()
-            .mean()
-            .item()
-            for window in (16, 32, 48, 64)
-        }
+        cut = {}
+        for window in (16, 32, 48, 64):
+            how = {"window": window, "stride": window // 4, "prefix": 1}
+            cut[window] = torch.cat([truncated_loss(model, one, **how)[0, 96:] for one in ids]).double().mean().item()
         last = next(score for score in own["scores"] if score["start"] == 96)
         difference = by_position(model, ids, 96, 128) - min(cut.values())
         assert last["versus_truncation"]["mean"] == pytest.approx(difference, abs=1e-5)
@@ -137,11 +132,7 @@ def test_what_was_measured_of_other_texts_is_measured_again(settings: Any, texts
 
 
 @pytest.mark.slow
-def test_what_cannot_be_measured_is_said_before_anything_is_trained(
-    settings: Any,
-    corpus: Path,
-    tmp_path: Path,
-) -> None:
+def test_what_cannot_be_measured_is_said_before_training(settings: Any, corpus: Path, tmp_path: Path) -> None:
     with pytest.raises(InvalidParameterError, match=r"0 of 4 documents have the 1,025 tokens asked for"):
         recipe.finetune(settings("--evaluation.text", str(corpus), "--factor", "16"))
     with pytest.raises(InvalidParameterError, match=r"400 tokens are more than the 128 "):

@@ -79,11 +79,9 @@ def test_a_run_begins_from_a_plain_checkpoint(settings: Any, checkpoint: Path, t
     model = ctxext.patch(AutoModelForCausalLM.from_pretrained(checkpoint), "ntk", factor=2)
     ctxext.save(model, tmp_path / "extended")
     ctxext.save(attach_lora(model, rank=4), tmp_path / "adapter")
+    said = r"extended was saved extended by ntk, and extensions are never stacked\. .* extension\.trained_length 64\.$"
     for quantisation in ("null", "nf4"):  # each has a way of its own to load
         extended = settings("--checkpoint", str(tmp_path / "extended"), "--quantisation", quantisation)
-        said = (
-            r"extended was saved extended by ntk, and extensions are never stacked\. .* extension\.trained_length 64\.$"
-        )
         with pytest.raises(CheckpointError, match=said):
             load_base(extended, torch.device("cpu"))
     with pytest.raises(CheckpointError, match=r"adapter is an adapter on .*, perhaps of another extension\. A run beg"):

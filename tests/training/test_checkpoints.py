@@ -19,14 +19,7 @@ from transformers import AutoModelForCausalLM, Trainer, TrainingArguments, set_s
 import ctxext
 from ctxext.errors import CheckpointError, PatchStateError
 from ctxext.training import ExtensionCallback
-from ctxext.training.checkpoints import (
-    COMPLETE,
-    CompleteCheckpoints,
-    alone_in,
-    last_checkpoint,
-    resume_point,
-    saving,
-)
+from ctxext.training.checkpoints import COMPLETE, CompleteCheckpoints, alone_in, last_checkpoint, resume_point, saving
 from ctxext.training.documents import TokenisedDocuments
 from ctxext.training.sequences import TrainingSequences
 from tests._models import logits, tiny, tokens
@@ -45,10 +38,10 @@ def whole(change: Changed) -> Any:
     return change(tiny())
 
 
-def lora(change: Changed) -> Any:
+def lora(change: Changed, name: str = "default") -> Any:
     set_seed(3)
-    model = change(tiny())
-    return get_peft_model(model, LoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj", "v_proj"]))
+    config = LoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj", "v_proj"])
+    return get_peft_model(change(tiny()), config, adapter_name=name)
 
 
 def lora_first(change: Changed) -> Any:
@@ -56,21 +49,15 @@ def lora_first(change: Changed) -> Any:
 
 
 def named_lora(change: Changed) -> Any:
-    set_seed(3)
-    config = LoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj", "v_proj"])
-    return get_peft_model(change(tiny()), config, adapter_name="mine")
+    return lora(change, "mine")
 
 
 def trainer(model: Any, directory: Path, callback: bool = True, measured: Any = None, **arguments: Any) -> Trainer:
     settings = QUIET | {"max_steps": STEPS, "save_steps": 2, "learning_rate": 1e-2, "per_device_train_batch_size": 2}
     rows = [{"input_ids": row, "labels": row} for row in tokens(96, rows=8)]
-    return Trainer(
-        model,
-        TrainingArguments(str(directory), **(settings | arguments)),
-        train_dataset=rows,
-        eval_dataset=measured,
-        callbacks=[ExtensionCallback(model)] if callback else [],
-    )
+    own = [ExtensionCallback(model)] if callback else []
+    given = TrainingArguments(str(directory), **(settings | arguments))
+    return Trainer(model, given, train_dataset=rows, eval_dataset=measured, callbacks=own)
 
 
 def losses(run: Trainer) -> dict[int, float]:
@@ -152,10 +139,8 @@ def test_a_checkpoint_that_was_written_without_the_callback(tmp_path: Path) -> N
 
 @pytest.mark.slow
 def test_a_whole_checkpoint_is_a_model(checkpoints: dict[Any, Path]) -> None:
-    loaded = ctxext.load(checkpoints[whole])
-    assert torch.equal(
-        logits(loaded, tokens()), logits(AutoModelForCausalLM.from_pretrained(checkpoints[whole]), tokens())
-    )
+    loaded, stock = ctxext.load(checkpoints[whole]), AutoModelForCausalLM.from_pretrained(checkpoints[whole])
+    assert torch.equal(logits(loaded, tokens()), logits(stock, tokens()))
     assert ctxext.describe(loaded).method == ctxext.method("yarn", factor=4).to_dict()
 
 
@@ -203,21 +188,13 @@ def test_virtual_tokens_carry_it_with_the_callback(plain: Path, tmp_path: Path) 
 def test_the_best_adapter_comes_back_at_the_end(callback: bool, plain: Path, tmp_path: Path) -> None:
     """The Trainer reads the weights of a checkpoint that PEFT itself would refuse."""
     rows = [{"input_ids": row, "labels": row} for row in tokens(96, rows=2)]
-    run = trainer(
-        lora(extended),
-        tmp_path,
-        callback,
-        rows,
-        load_best_model_at_end=True,
-        metric_for_best_model="eval_loss",
-        greater_is_better=True,  # so that it is not the last one
-        eval_strategy="steps",
-        eval_steps=2,
-    )
+    best: dict[str, Any] = {"load_best_model_at_end": True, "metric_for_best_model": "eval_loss"}
+    best["greater_is_better"] = True  # so that it is not the last one
+    run = trainer(lora(extended), tmp_path, callback, rows, eval_strategy="steps", eval_steps=2, **best)
     run.train()
     assert run.state.best_model_checkpoint == str(tmp_path / "checkpoint-2")
-    best = ctxext.load(tmp_path / "checkpoint-2", base=plain)
-    assert torch.equal(logits(best, tokens()), logits(run.model.eval(), tokens()))
+    loaded = ctxext.load(tmp_path / "checkpoint-2", base=plain)
+    assert torch.equal(logits(loaded, tokens()), logits(run.model.eval(), tokens()))
 
 
 @pytest.mark.slow
@@ -252,17 +229,10 @@ def test_states_restored_from_the_checkpoint(checkpoints: dict[Any, Path], tmp_p
 
 def test_a_copy_of_a_checkpoint_is_none_of_the_run(tmp_path: Path) -> None:
     assert last_checkpoint(tmp_path) is None
-    for name in (
-        "checkpoint-9",
-        "checkpoint-20",
-        "checkpoint-20-backup",
-        "checkpoint-30.old",
-        "checkpoint-",
-        "checkpoint-40",
-    ):
-        (tmp_path / name).mkdir()
-        if name != "checkpoint-40":  # killed while it was saved
-            (tmp_path / name / COMPLETE).touch()
+    for number in ("9", "20", "20-backup", "30.old", "", "40"):
+        (tmp_path / f"checkpoint-{number}").mkdir()
+        if number != "40":  # killed while it was saved
+            (tmp_path / f"checkpoint-{number}" / COMPLETE).touch()
     assert last_checkpoint(tmp_path) == tmp_path / "checkpoint-20"
 
 
@@ -284,12 +254,8 @@ def test_old_checkpoints_go_once_the_new_one_is_whole_and_copies_stay(
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no device that is full")
 def test_what_torch_raises_on_a_full_disk_says_how_to_go_on(tmp_path: Path) -> None:
     """Optimisers are saved by torch.save, whose error is a RuntimeError and names no disk."""
-    with (
-        pytest.raises(
-            CheckpointError, match=r"Saving failed: torch could not write a file, as on a full disk\. Nothing"
-        ),
-        saving(tmp_path),
-    ):
+    said = r"Saving failed: torch could not write a file, as on a full disk\. Nothing"
+    with pytest.raises(CheckpointError, match=said), saving(tmp_path):
         torch.save({"moments": torch.zeros(1 << 20)}, "/dev/full")
     for other in (RuntimeError("CUDA error: out of luck"), PatchStateError("It is patched already.")):
         with pytest.raises(type(other), match=str(other)), saving(tmp_path):
@@ -328,24 +294,19 @@ def test_the_results_of_a_run_are_not_replaced(settings: Any, tmp_path: Path) ->
         resume_point(settings(), resume=False)
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "checkpoint-6/optimizer.pt",
-        "checkpoint-6/scheduler.pt",
-        "checkpoint-6/mine/adapter_model.safetensors",
-        "settings.json",
-    ],
-)
+SAVED = [f"checkpoint-6/{name}" for name in ("optimizer.pt", "scheduler.pt", "mine/adapter_model.safetensors")]
+
+
+@pytest.mark.parametrize("name", [*SAVED, "settings.json"])
 def test_a_run_goes_on_only_with_all_that_it_saved(
     name: str, settings: Any, documents: TokenisedDocuments, tmp_path: Path
 ) -> None:
     """The Trainer takes a new optimiser, and the first learning rate, where the file of either is missing."""
     run = tmp_path / "run"
     assert resume_point(settings(), resume=False) is None
-    for file in ("optimizer.pt", "scheduler.pt", "mine/adapter_model.safetensors", "README.md"):
-        (path := run / "checkpoint-6" / file).parent.mkdir(parents=True, exist_ok=True)
-        path.write_text("states")
+    for file in (*SAVED, "checkpoint-6/README.md"):
+        (run / file).parent.mkdir(parents=True, exist_ok=True)
+        (run / file).write_text("states")
     sequences = TrainingSequences(documents, length=32, count=8, seed=0, target_length=64)
     state = SimpleNamespace(is_world_process_zero=True, global_step=6, max_steps=8, compute_steps=lambda *_: None)
     arguments = SimpleNamespace(output_dir=str(run))

@@ -18,17 +18,9 @@ from tests.texts._conversations import PLAIN, chat_tokenizer, write
 from tests.training._recipe import CONFIGS, RECIPES, losses, recipe, words_of
 from tests.walk.tiny import TRAINED_LENGTH
 
-LLAMA_3_1 = {
-    "max_position_embeddings": 8 * TRAINED_LENGTH,
-    "rope_parameters": {
-        "rope_type": "llama3",
-        "rope_theta": 500000.0,
-        "factor": 8.0,
-        "low_freq_factor": 1.0,
-        "high_freq_factor": 4.0,
-        "original_max_position_embeddings": TRAINED_LENGTH,
-    },
-}
+LLAMA3 = {"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+LLAMA3 |= {"original_max_position_embeddings": TRAINED_LENGTH}
+LLAMA_3_1 = {"max_position_embeddings": 8 * TRAINED_LENGTH, "rope_parameters": LLAMA3}
 # Checkpoint: tokens that it was trained for, its architecture, and what that is built with here.
 CHECKPOINTS: dict[str | None, tuple[int, str, dict[str, Any]]] = {
     None: (8192, "llama", {"tie_word_embeddings": True}),
@@ -109,26 +101,13 @@ def test_it_says_what_it_is(path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("path", "others"), RUNS, ids=[f"{path.stem} {others}" for path, others in RUNS])
-def test_it_trains_two_steps(
-    path: Path, others: str, models: dict[str | None, Path], corpus: Path, tmp_path: Path
-) -> None:
+def test_it_trains_two_steps(path: Path, others: str, models: dict[Any, Path], corpus: Path, tmp_path: Path) -> None:
     """All is as in the config but what makes it large, or needs a GPU."""
     real = read(path, others)
-    small = {
-        "checkpoint": models[real.checkpoint],
-        "data.train": corpus,
-        "data.length": 32,
-        "data.shortest": "null",
-        "output": tmp_path / "run",
-        "device": "cpu",
-        "dtype": "fp32",
-        "quantisation": "null",
-        "memory.offload": "false",
-        "training.steps": 2,
-        "training.warmup": 0,
-        "training.accumulation": 1,
-        "stages": "[]",
-    }
+    small: dict[str, Any] = {"checkpoint": models[real.checkpoint], "output": tmp_path / "run", "stages": "[]"}
+    small |= {"data.train": corpus, "data.length": 32, "data.shortest": "null"}
+    small |= {"device": "cpu", "dtype": "fp32", "quantisation": "null", "memory.offload": "false"}
+    small |= {"training.steps": 2, "training.warmup": 0, "training.accumulation": 1}
     if real.extension.trained_length is not None:
         small["extension.trained_length"] = LLAMA_3_1["max_position_embeddings"]
     if real.memory.mlp_tile is not None:

@@ -99,12 +99,9 @@ def test_the_loss_is_that_of_the_documents_alone(
         assert abs(blurred * (item["labels"] != IGNORED).sum().item() - alone) > 1e-3 * alone, "could not have failed"
 
 
-def test_a_model_that_reads_across_is_refused() -> None:
+def test_models_that_read_across_or_that_skips_change_nothing_of_are_refused() -> None:
     with pytest.raises(IncompatibleError, match="does not keep packed documents apart"):
         require_separate(tiny("bloom"))
-
-
-def test_skips_between_positions_that_change_nothing_are_refused() -> None:
     for method in ("nope", "fox"):
         with pytest.raises(IncompatibleError, match=r"whatever gaps its positions have.*data\.positions=consecutive"):
             require_gaps(ctxext.patch(tiny(), method, factor=2))
@@ -113,12 +110,13 @@ def test_skips_between_positions_that_change_nothing_are_refused() -> None:
 
 
 def test_too_little_text(documents: TokenisedDocuments) -> None:
-    with pytest.raises(InvalidParameterError, match=r"All 4 documents together do not fill one sequence of 1,000"):
-        packed(documents, length=1000, target_length=2000)
-    with pytest.raises(InvalidParameterError, match=r"400 tokens found in documents of at least 300"):
-        packed(documents, length=500, target_length=2000, shortest=300)
-    with pytest.raises(InvalidParameterError, match=r"do not fit into the extended window of 128"):
-        packed(documents, length=129)
+    for changes, said in (
+        ({"length": 1000, "target_length": 2000}, "All 4 documents together do not fill one sequence of 1,000"),
+        ({"length": 500, "target_length": 2000, "shortest": 300}, "400 tokens found in documents of at least 300"),
+        ({"length": 129}, "do not fit into the extended window of 128"),
+    ):
+        with pytest.raises(InvalidParameterError, match=said):
+            packed(documents, **changes)
 
 
 ANSWERS = (5, 30, 12, 9, 2, 20, 14, 8, 90, 0)  # letters in the answer to each question; the last has none

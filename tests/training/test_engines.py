@@ -38,16 +38,9 @@ SETUPS: dict[str, tuple[str, list[str]]] = {
     # Beyond the trained window of 64 tokens: frequencies of 96 tokens, of which a process sees 48.
     "dynamic": ("untied", ["--method", "dynamic_ntk", "--data.length", "96", "--data.positions", "consecutive"]),
 }
-CASES = {
-    "data-tied": ["data", "tied"],
-    "sharded-tied": ["sharded", "tied"],
-    "sharded-bf16": ["sharded", "bf16"],
-    "context-pose": ["context", "pose"],
-    "context-alibi": ["context", "alibi"],
-    "context-bloom": ["context", "bloom"],
-    "context-dynamic": ["context", "dynamic"],
-    "machines-untied": ["machines", "untied"],
-}
+NAMES = ["data-tied", "sharded-tied", "sharded-bf16", "machines-untied"]
+NAMES += [f"context-{setup}" for setup in ("pose", "alibi", "bloom", "dynamic")]
+CASES = {name: name.split("-") for name in NAMES}
 
 
 @pytest.fixture(scope="module")
@@ -69,19 +62,13 @@ def runs(corpus: Path, tokenizer: PreTrainedTokenizerFast, tmp_path_factory: pyt
 
     two, four = (("--training.accumulation", count) for count in "24")  # sequences in a step, as so many processes read
     several = {name: parts for name, parts in CASES.items() if name != "machines-untied"}
-    ones = [
-        case(f"one-{setup}", "none", setup, *two) for setup in dict.fromkeys(setup for _, setup in several.values())
-    ]
+    ones = [case(f"one-{name}", "none", name, *two) for name in dict.fromkeys(setup for _, setup in several.values())]
     cases = [case(name, *parts, *(two if parts[0] == "context" else ())) for name, parts in several.items()]
     ones.append(case("one-untied-four", "none", "untied", *four))
     cases += [case("resumed", "sharded", "tied", **{flag: True}) for flag in ("interrupted", "resumed")]
     cases += [case("refused", "context", "alibi", "--extension.attention", "reference")]
-    read = {
-        "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
-        "HF_DATASETS_CACHE": str(root / "cache"),
-        "HF_HUB_OFFLINE": "1",
-        "OMP_NUM_THREADS": "1",
-    }
+    read = {"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
+    read |= {"HF_DATASETS_CACHE": str(root / "cache"), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
     with mock.patch.dict(os.environ, read):  # packages read it as they are imported
         start(ones, 1, root)
         start(cases, 2, root)
@@ -160,13 +147,7 @@ def test_frequencies_stay_in_float32(case: str, runs: dict[str, Path]) -> None:
         assert torch.equal(buffer, expected[name]), name
 
 
-@pytest.mark.parametrize(
-    "case",
-    [
-        "data-tied",
-        *(pytest.param(case, marks=pytest.mark.nightly) for case in ("sharded-tied", "sharded-bf16", "context-bloom")),
-    ],
-)
+@pytest.mark.parametrize("case", ["data-tied", "sharded-tied", "sharded-bf16", "context-bloom"])
 def test_the_adapter_is_whole_and_extended(case: str, runs: dict[str, Path]) -> None:
     ours, theirs = (ctxext.load(runs[name] / "adapter", dtype=torch.float32).eval() for name in (case, single(case)))
     assert ctxext.describe(ours).fingerprint == ctxext.describe(theirs).fingerprint

@@ -66,9 +66,8 @@ def test_what_a_run_leaves(settings: Any, checkpoint: Path, tmp_path: Path, caps
     report = json.loads((run / "run.json").read_text(encoding="utf-8"))
     assert report["settings"]["training"]["steps"] == STEPS
     assert report["extension"]["method"]["method"] == "yarn"
-    assert report["tokens_per_second"] > 0
-    assert report["training_seconds"] > 0
-    assert report["started"] < report["finished"] or report["started"] == report["finished"]
+    assert min(report["tokens_per_second"], report["training_seconds"]) > 0
+    assert report["started"] <= report["finished"]
     assert (run / "loss.png").read_bytes().startswith(b"\x89PNG")
     assert report["peak_memory_bytes"] > 2**20
     assert [entry["step"] for entry in report["loss"]] == [1, 2, 3, 4]
@@ -122,11 +121,7 @@ def test_a_resumed_run_saves_and_logs_as_it_is_told_now(settings: Any, tmp_path:
     with pytest.MonkeyPatch.context() as patched, pytest.raises(interrupted(patched)):
         recipe.finetune(settings())
     recipe.finetune(settings("--checkpoint_every", "1", "--training.keep", "9", "--log_every", "2"), resume=True)
-    assert sorted(path.name for path in (tmp_path / "run").glob("checkpoint-*")) == [
-        "checkpoint-2",
-        "checkpoint-3",
-        "checkpoint-4",
-    ]
+    assert {path.name for path in (tmp_path / "run").glob("checkpoint-*")} == {f"checkpoint-{n}" for n in (2, 3, 4)}
     assert losses(tmp_path / "run") == losses(tmp_path / "all")  # each with its checkpoint
 
 
@@ -243,9 +238,8 @@ def test_a_run_is_resumed_only_as_itself(settings: Any, tmp_path: Path) -> None:
     recipe.finetune(settings())
     with pytest.raises(PatchStateError, match=r"holds a run with checkpoint-4\. Add --resume"):
         recipe.finetune(settings())
-    with pytest.raises(
-        InvalidParameterError, match=r"had other settings: seed=0, now 1; extension.factor=2\.0, now 4\.0"
-    ):
+    said = r"had other settings: seed=0, now 1; extension.factor=2\.0, now 4\.0"
+    with pytest.raises(InvalidParameterError, match=said):
         recipe.finetune(settings("--factor", "4", "--seed", "1"), resume=True)
     texts = tmp_path / "letters.jsonl"
     texts.write_text('{"text": "' + "abc" * 300 + '"}')
@@ -261,9 +255,7 @@ def test_a_run_is_resumed_only_as_itself(settings: Any, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_loss_that_is_no_number_stops_training(
-    settings: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_loss_that_is_no_number_stops_a_run(settings: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     original = Trainer.compute_loss
 
     def broken(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -277,10 +269,8 @@ def test_a_loss_that_is_no_number_stops_training(
     pushed = Accelerator.backward
     monkeypatch.setattr(Accelerator, "backward", backward)
     monkeypatch.setattr(Trainer, "compute_loss", broken)
-    with pytest.raises(
-        NotANumberError,
-        match=r"The loss is nan in step 3, on sequence 2: 'document \d' from token \d+.*Begin a new run with a lower",
-    ):
+    said = r"The loss is nan in step 3, on sequence 2: 'document \d' from token \d+.*Begin a new run with a lower"
+    with pytest.raises(NotANumberError, match=said):
         recipe.finetune(settings())
     assert last_checkpoint(tmp_path / "run") == tmp_path / "run" / "checkpoint-2"
     lower = settings("--training.learning_rate", "1e-3")  # which is another run, and not the rest of this one

@@ -40,14 +40,8 @@ def environment(path: Path) -> dict[str, str]:
 def test_there_is_one_for_every_engine() -> None:
     kinds = {(config.distributed_type, config.num_machines) for config in map(read, FILES)}
     assert len(FILES) >= 6
-    one, two = 1, 2
-    assert kinds == {
-        (DistributedType.NO, one),
-        (DistributedType.MULTI_GPU, one),
-        (DistributedType.FSDP, one),
-        (DistributedType.DEEPSPEED, one),
-        (DistributedType.FSDP, two),
-    }
+    on_one = (DistributedType.NO, DistributedType.MULTI_GPU, DistributedType.FSDP, DistributedType.DEEPSPEED)
+    assert kinds == {*((kind, 1) for kind in on_one), (DistributedType.FSDP, 2)}
     sizes = {key: value for path in FILES for key, value in read(path).parallelism_config.items()}
     assert sizes["parallelism_config_cp_size"] > 1
     assert sizes["parallelism_config_sp_size"] > 1
@@ -56,13 +50,11 @@ def test_there_is_one_for_every_engine() -> None:
 @every_file
 def test_every_setting_is_one_of_accelerate(path: Path) -> None:
     config = read(path)
+    parallel = (ParallelismConfig, TorchContextParallelConfig, DeepSpeedSequenceParallelConfig)
     plugins: dict[str, tuple[str, tuple[Any, ...]]] = {
         "fsdp_config": ("fsdp_", (FullyShardedDataParallelPlugin,)),
         "deepspeed_config": ("", (DeepSpeedPlugin,)),
-        "parallelism_config": (
-            "parallelism_config_",
-            (ParallelismConfig, TorchContextParallelConfig, DeepSpeedSequenceParallelConfig),
-        ),
+        "parallelism_config": ("parallelism_config_", parallel),
     }
     launcher = {action.dest for action in launch_command_parser()._actions}
     for section, (prefix, classes) in plugins.items():

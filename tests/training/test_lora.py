@@ -180,13 +180,9 @@ def test_experts_that_are_one_tensor_are_adapted_and_routers_are_not(model_type:
     assert any("experts" in name for name in names)
     assert not any(part in name for name in names for part in ("router", ".gate."))
     linear = [n for n, part in model.named_modules() if isinstance(part, torch.nn.Linear) and ".layers." in n]
-    assert not [
-        n
-        for n in linear
-        if "router" not in n
-        and "lora_" not in n
-        and n.rpartition(".base_layer")[0] not in {name.rpartition(".lora_B")[0] for name in names}
-    ]
+    adapted_ones = {name.rpartition(".lora_B")[0] for name in names}
+    left = {n.rpartition(".base_layer")[0] for n in linear if "router" not in n and "lora_" not in n}
+    assert left <= adapted_ones
     model(tokens(rows=2), labels=tokens(rows=2)).loss.backward()
     assert not [name for name, weight in model.named_parameters() if name in names and not weight.grad.any()]
 
@@ -229,18 +225,12 @@ def test_experts_are_trained_whole_where_all_is(model_type: str, options: dict[s
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("model_type", ["falcon_h1", "mixtral"])
-def test_training_of_them_is_planned(model_type: str) -> None:
+def test_training_of_them_is_planned_and_a_plan_makes_no_adapter() -> None:
+    """Of the highest rank its weights would take 100 GiB."""
     from ctxext.planning.plan import plan_training
 
-    assert plan_training(tiny(model_type).config).at(64).adapters
-
-
-@pytest.mark.nightly
-def test_a_plan_makes_no_adapter() -> None:
-    """Of this rank its weights would take 100 GiB."""
-    from ctxext.planning.plan import plan_training
-
+    for model_type in ("falcon_h1", "mixtral"):
+        assert plan_training(tiny(model_type).config).at(64).adapters
     few, many = (plan_training(tiny().config, lora_rank=rank).at(64).adapters for rank in (1, 10**8))
     assert many > 10**7 * few
 
@@ -251,5 +241,5 @@ def test_norms_that_put_out_more_than_one_tensor_are_trained() -> None:
     model = attach_lora(tiny("zaya"), rank=2)
     model(tokens(), labels=tokens(), use_cache=False).loss.backward()
     gradients = [weight.grad for name, weight in model.named_parameters() if "qk_norm.modules_to_save" in name]
-    assert len(gradients) > 0
+    assert gradients
     assert all(gradient is not None for gradient in gradients)

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model
+from peft import get_peft_model
 from torch import Tensor, nn
 from transformers import LlamaForCausalLM, Trainer, TrainingArguments
 from transformers.modeling_outputs import CausalLMOutputWithPast
@@ -18,11 +18,13 @@ import ctxext
 from ctxext.errors import IncompatibleError, InvalidParameterError, PatchStateError
 from ctxext.training import chunk_loss, loss
 from tests._models import on_recent, tiny, tokens
+from tests._peft import lora
 from tests.kernels.cases import Largest
 from tests.training._recipe import QUIET
 
 LENGTH = 50
 CHUNKS = (14, 1024)
+ROUTED = {"output_router_logits": True}
 
 
 def batch(rows: int = 2) -> dict[str, Tensor]:
@@ -55,21 +57,19 @@ def agree(model: Any, chunk: int = 14, tolerance: float = 2e-6, **inputs: Any) -
 
 @pytest.mark.parametrize("chunk", CHUNKS)
 @pytest.mark.parametrize(
-    "build",
+    ("model_type", "changes"),
     [
-        lambda: tiny("llama"),
-        lambda: tiny("llama", tie_word_embeddings=True),
-        lambda: tiny("gemma2", final_logit_softcapping=5.0),  # a soft cap after the head
-        lambda: tiny("cohere", logit_scale=0.3),  # a scale after it
-        lambda: tiny("mixtral", output_router_logits=True, router_aux_loss_coef=0.5),  # a second loss
-        lambda: tiny("jetmoe", output_router_logits=True, aux_loss_coef=0.5),  # whose weight has another name
-        lambda: tiny("qwen3_vl_moe", output_router_logits=True, router_aux_loss_coef=0.5),  # or another place
-        lambda: tiny("bloom"),
-        lambda: tiny("falcon", alibi=False),
+        *(("llama", {"tie_word_embeddings": tied}) for tied in (False, True)),
+        ("gemma2", {"final_logit_softcapping": 5.0}),  # a soft cap after the head
+        ("cohere", {"logit_scale": 0.3}),  # a scale after it
+        ("mixtral", ROUTED | {"router_aux_loss_coef": 0.5}),  # a second loss
+        ("jetmoe", ROUTED | {"aux_loss_coef": 0.5}),  # whose weight has another name
+        ("qwen3_vl_moe", ROUTED | {"router_aux_loss_coef": 0.5}),  # or another place
+        *(("bloom", {}), ("falcon", {"alibi": False})),
     ],
 )
-def test_equals_the_models_own_loss_and_gradients(build: Any, chunk: int) -> None:
-    agree(build(), chunk, **batch())
+def test_equals_the_models_own_loss_and_gradients(model_type: str, changes: dict[str, Any], chunk: int) -> None:
+    agree(tiny(model_type, **changes), chunk, **batch())
 
 
 def test_as_the_trainer_calls_it() -> None:
@@ -125,17 +125,14 @@ def test_sixteen_bits_are_as_near_to_the_truth(tied: bool, autocast: bool) -> No
     ("tied", "settings"),
     [
         (False, {"target_modules": ["q_proj", "lm_head"]}),
-        (False, {"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]}),
-        (
-            True,
-            {"target_modules": ["q_proj"], "modules_to_save": ["embed_tokens", "norm"], "ensure_weight_tying": True},
-        ),
-        (True, {"target_modules": ["q_proj"]}),  # the head is frozen
+        (False, {"modules_to_save": ["lm_head"]}),
+        (True, {"modules_to_save": ["embed_tokens", "norm"], "ensure_weight_tying": True}),
+        (True, {}),  # the head is frozen
     ],
 )
 def test_adapters(tied: bool, settings: dict[str, Any]) -> None:
     torch.manual_seed(0)
-    config = LoraConfig(task_type="CAUSAL_LM", init_lora_weights=False, **settings)
+    config = lora(init_lora_weights=False, **{"target_modules": ["q_proj"]} | settings)
     agree(get_peft_model(tiny(tie_word_embeddings=tied), config), **batch())
 
 
@@ -269,15 +266,14 @@ class PastTheBase(LlamaForCausalLM):  # type: ignore[misc]
 
 
 def test_refused() -> None:
-    with pytest.raises(InvalidParameterError, match="chunk must be a positive whole number of tokens, found 0"):
-        chunk_loss(tiny(), chunk=0)
-    with pytest.raises(IncompatibleError, match=r"XLMWithLMHeadModel has a loss of its own"):
-        chunk_loss(tiny("xlm"))
-    with pytest.raises(IncompatibleError, match=r"BambaForCausalLM has a loss of its own"):
-        chunk_loss(tiny("bamba", z_loss_coefficient=1e-3))
+    for model, said in (
+        (tiny("xlm"), "XLMWithLMHeadModel has a loss of its own"),
+        (tiny("bamba", z_loss_coefficient=1e-3), "BambaForCausalLM has a loss of its own"),
+        (tiny().model, "LlamaModel is not a base model with a language modelling head"),
+    ):
+        with pytest.raises(IncompatibleError, match=said):
+            chunk_loss(model)
     chunk_loss(tiny("bamba"))
-    with pytest.raises(IncompatibleError, match=r"LlamaModel is not a base model with a language modelling head"):
-        chunk_loss(tiny().model)
     model = tiny()
     model.__class__ = PastTheBase
     with chunk_loss(model), pytest.raises(IncompatibleError, match="cannot compute its logits in pieces"):
@@ -295,7 +291,7 @@ def test_refused() -> None:
 
 
 @pytest.mark.usefixtures("_any_types")
-@pytest.mark.parametrize("given", ["1024", 14.0, True, None])
+@pytest.mark.parametrize("given", ["1024", 14.0, True, None, 0])
 def test_a_chunk_of_no_whole_number_is_refused(given: Any) -> None:
     with pytest.raises(InvalidParameterError, match=r"^chunk must be a positive whole number of tokens, found "):
         chunk_loss(tiny(), chunk=given)

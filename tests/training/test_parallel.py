@@ -48,11 +48,7 @@ REFUSED: list[tuple[Any, dict[str, int], str]] = [
     (lambda: patched("alibi", attention="flex"), {"cp_size": 2}, "backend 'flex' has no form"),
     (lambda: patched("alibi", "bloom", bias="stock"), {"cp_size": 2}, "bias='stock'.*Take bias='exact'"),
     (lambda: patched("yarn"), {"cp_size": 5}, "96 tokens cannot be cut into 5 .* data.length to a multiple of 10"),
-    (
-        lambda: patched("alibi"),
-        {"sp_size": 2},
-        "not ctxext's for 'alibi'. Take recipes/accelerate/fsdp2-context",
-    ),
+    (lambda: patched("alibi"), {"sp_size": 2}, "not ctxext's for 'alibi'. Take recipes/accelerate/fsdp2-context"),
     (lambda: patched("self_extend", "qwen2_vl"), {"sp_size": 2}, "not ctxext's for 'self_extend'"),
     (
         lambda: patched("self_extend", "llava", attention="flex"),
@@ -79,18 +75,15 @@ def test_packed_documents_are_refused() -> None:
     require_carried(Subject.of(patched("yarn")), accelerator(dp_shard_size=2), packed=True)
 
 
-def test_flattened_weights_are_refused() -> None:
+@pytest.mark.parametrize(
+    ("version", "said"),
+    [(1, "Set fsdp_version: 2"), (2, r"SHARDED_STATE_DICT leaves the adapter in pieces.*to FULL_STATE_DICT")],
+)
+def test_flattened_weights_and_adapters_in_pieces_are_refused(version: int, said: str) -> None:
+    """The latter is what accelerate takes for FSDP 2 by itself, of which the Trainer writes no adapter."""
     engine = accelerator()
-    engine.state.fsdp_plugin = FullyShardedDataParallelPlugin(fsdp_version=1)
-    with pytest.raises(IncompatibleError, match="Set fsdp_version: 2"):
-        require_carried(Subject.of(patched("yarn")), engine)
-
-
-def test_adapters_that_would_be_saved_in_pieces_are_refused() -> None:
-    """The kind that accelerate takes for FSDP 2 by itself, of which the Trainer writes no adapter."""
-    engine = accelerator()
-    engine.state.fsdp_plugin = FullyShardedDataParallelPlugin(fsdp_version=2)
-    with pytest.raises(IncompatibleError, match=r"SHARDED_STATE_DICT leaves the adapter in pieces.*to FULL_STATE_DICT"):
+    engine.state.fsdp_plugin = FullyShardedDataParallelPlugin(fsdp_version=version)
+    with pytest.raises(IncompatibleError, match=said):
         require_carried(Subject.of(patched("yarn")), engine)
     engine.state.fsdp_plugin = FullyShardedDataParallelPlugin(fsdp_version=2, state_dict_type="FULL_STATE_DICT")
     require_carried(Subject.of(tiny()), engine)
@@ -142,15 +135,15 @@ def test_what_a_shard_is_told() -> None:
 
 
 def test_batches_that_no_shard_can_hold() -> None:
-    subject, given = Subject.of(patched("yarn")), batch(96, 96)
-    with pytest.raises(IncompatibleError, match="no position_ids: every process would count"):
-        whole_sequence(subject, {"input_ids": given["input_ids"]})
-    with pytest.raises(IncompatibleError, match="packed documents"):
-        whole_sequence(subject, {**given, "position_ids": torch.arange(16).expand(2, -1) % 8})
-    with pytest.raises(IncompatibleError, match=r"attention_mask \[2, 16\] hides tokens"):
-        whole_sequence(subject, {**given, "attention_mask": (torch.arange(16).expand(2, -1) > 2).long()})
-    with pytest.raises(IncompatibleError, match=r"attention_mask \[2, 1, 16, 16\] hides tokens"):
-        whole_sequence(subject, {**given, "attention_mask": torch.ones(2, 1, 16, 16)})
+    subject, given, counted = Subject.of(patched("yarn")), batch(96, 96), torch.arange(16).expand(2, -1)
+    for part, said in (
+        ({"input_ids": given["input_ids"]}, "no position_ids: every process would count"),
+        (given | {"position_ids": counted % 8}, "packed documents"),
+        (given | {"attention_mask": (counted > 2).long()}, r"attention_mask \[2, 16\] hides tokens"),
+        (given | {"attention_mask": torch.ones(2, 1, 16, 16)}, r"attention_mask \[2, 1, 16, 16\] hides tokens"),
+    ):
+        with pytest.raises(IncompatibleError, match=said):
+            whole_sequence(subject, part)
     with pytest.raises(IncompatibleError, match=r"\[96, 100\] tokens long.*Set the batch to 1"):
         whole_sequence(Subject.of(patched("dynamic_yarn")), batch(96, 100))
 

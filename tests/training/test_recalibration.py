@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM
 import ctxext
 from ctxext.training.lora import attach_lora, merged
 from tests._models import logits, tiny, tokens
+from tests._peft import ALL
 from tests.training._recipe import RECIPES, losses, recipe
 from tests.walk.tiny import TRAINED_LENGTH
 
@@ -48,12 +49,7 @@ def test_whole_weights_are_trained_saved_and_merged(tied: bool, tmp_path: Path) 
     adapted = attach_lora(ctxext.patch(plain, "nope", factor=4), whole=True, embeddings=tied)
     trained = {name for name, weight in adapted.named_parameters() if weight.requires_grad}
     assert not any("lora_" in name for name in trained)
-    assert {name.split(".")[-4] for name in trained if ".self_attn." in name} == {
-        "q_proj",
-        "k_proj",
-        "v_proj",
-        "o_proj",
-    }
+    assert {name.split(".")[-4] for name in trained if ".self_attn." in name} == {*ALL}
     with torch.no_grad():
         for weight in adapted.parameters():
             if weight.requires_grad:

@@ -15,15 +15,12 @@ import ctxext
 from ctxext.errors import PatchStateError
 from ctxext.training import reference
 from tests._models import logits, tokens
+from tests._peft import base_of
 
 
 def as_trl_builds_it(model: Any) -> Any:
     """TRL 1.16.0, trainer/dpo_trainer.py:926 and trainer/utils.py:1396."""
     return AutoModelForCausalLM.from_pretrained(getattr(model.config, "_name_or_path", ""))
-
-
-def base_of(directory: Path) -> Any:
-    return AutoModelForCausalLM.from_pretrained(directory).eval()
 
 
 @pytest.mark.slow

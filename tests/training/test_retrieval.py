@@ -29,8 +29,7 @@ LENGTH, TARGET, COUNT = 900, 3600, 60
 @pytest.fixture
 def prose(tokenizer: Any, tmp_path: Path) -> TokenisedDocuments:
     """Sentences that say their own number, so that each place of a text is known."""
-    file = tmp_path / "prose.txt"
-    file.write_text(
+    (file := tmp_path / "prose.txt").write_text(
         " ".join(f"This is sentence number {number} of the book." for number in range(400)), encoding="utf-8"
     )
     return TokenisedDocuments.read([str(file)], tokenizer)
@@ -128,9 +127,8 @@ def test_a_sequence_too_short_for_it_stays_as_it_is(documents: TokenisedDocument
 
 
 def test_a_run_whose_sequences_have_no_room_for_it_is_refused(settings: Any) -> None:
-    with pytest.raises(
-        InvalidParameterError, match=r"longest has 32 tokens\. Raise data\.length, or leave out data\.ret"
-    ):
+    said = r"longest has 32 tokens\. Raise data\.length, or leave out data\.ret"
+    with pytest.raises(InvalidParameterError, match=said):
         recipe.finetune(settings("--data.retrieval", "0.5"))
 
 
@@ -183,9 +181,8 @@ def test_no_question_of_an_evaluation_is_trained_on(prose: TokenisedDocuments, t
 
 @pytest.mark.nightly
 def test_the_recipe_reads_them(settings: Any, tmp_path: Path) -> None:
-    recipe.finetune(
-        settings("--data.retrieval", "0.5", "--training.steps", "2", "--data.length", "250", "--factor", "4")
-    )
+    asked = ("--data.retrieval", "0.5", "--training.steps", "2", "--data.length", "250", "--factor", "4")
+    recipe.finetune(settings(*asked))
     report = json.loads((tmp_path / "run" / "run.json").read_text(encoding="utf-8"))
     assert "50% of the sequences, where there is room, hold keys, copies, chains to find again" in report["data"]
 

@@ -112,12 +112,10 @@ def test_a_jump_in_the_positions_is_not_taken_for_packing(documents: TokenisedDo
     assert torch.allclose(ours, right, atol=1e-5)
     assert not torch.allclose(packed, right, atol=1e-2), "transformers takes jumps for packing no more; drop the mask"
     embeddings = model.get_input_embeddings()(batch["input_ids"])
-    mask = create_causal_mask(
-        model.config, embeddings, batch["attention_mask"], None, position_ids=batch["position_ids"]
-    )
-    assert (mask is None) == (attention == "sdpa"), (
-        "tokens x tokens must not be made where a kernel is causal by itself"
-    )
+    positions = batch["position_ids"]
+    mask = create_causal_mask(model.config, embeddings, batch["attention_mask"], None, position_ids=positions)
+    # Tokens x tokens must not be made where a kernel is causal by itself.
+    assert (mask is None) == (attention == "sdpa")
 
 
 def test_too_short_too_long_and_what_is_no_document(

@@ -64,9 +64,8 @@ def test_file_and_command_line(read: Any) -> None:
 
 def test_a_list_may_be_given_in_several_options(read: Any) -> None:
     """As every repeatable option of the command line; the one that came last used to be all that was trained on."""
-    settings = read(
-        "--data.train", "a", "--data.train=b", "--train", "c", "d", "--lengths", "[8, 16]", "--lengths", "32"
-    )
+    trained = ("--data.train", "a", "--data.train=b", "--train", "c", "d")
+    settings = read(*trained, "--lengths", "[8, 16]", "--lengths", "32")
     assert settings.data.train == ["a", "b", "c", "d"]
     assert settings.evaluation.lengths == [8, 16, 32]
     assert read("--train", "a", text=FILE + "evaluation: {lengths: [2]}").evaluation.lengths == [2]
@@ -109,7 +108,8 @@ def test_all_of_a_run_is_in_one_folder(read: Any, tmp_path: Path, monkeypatch: p
 
 TRAIN = ("--train", "a")
 BETA = "--extension.parameters.beta_slow"
-BOOLEAN = "input should not be true or false"
+BOOLEAN, TWICE, SAME = "input should not be true or false", "is given more than once", "set the same value"
+FILES = "a run reads its texts more than once: give files, not standard input"
 REFUSED: dict[type[Exception], list[tuple[list[str], str]]] = {
     UnknownNameError: [
         ([*TRAIN, "--fator", "3"], r"Unknown setting 'fator'\. Did you mean 'factor'\?"),
@@ -119,20 +119,14 @@ REFUSED: dict[type[Exception], list[tuple[list[str], str]]] = {
     ],
     InvalidParameterError: [
         # What is no list is given once.
-        (
-            [*TRAIN, "--factor", "4", "--factor", "8"],
-            r"--factor is given more than once, and takes one value\. Give it",
-        ),
-        (
-            [*TRAIN, "--factor", "4", "--extension.factor=4"],
-            r"--factor and --extension\.factor set the same value",
-        ),
-        ([*TRAIN, "--seed", "1", "--steps", "2", "--seed", "2"], r"--seed is given more than once"),
-        ([*TRAIN, "--merge", "--merge", "no"], r"--merge is given more than once"),
-        ([*TRAIN, "--factor", "4", "--target_length", "32"], r"--factor and --target_length set the same value"),
+        ([*TRAIN, "--factor", "4", "--factor", "8"], rf"--factor {TWICE}, and takes one value\. Give it"),
+        ([*TRAIN, "--factor", "4", "--extension.factor=4"], rf"--factor and --extension\.factor {SAME}"),
+        ([*TRAIN, "--seed", "1", "--steps", "2", "--seed", "2"], f"--seed {TWICE}"),
+        ([*TRAIN, "--merge", "--merge", "no"], f"--merge {TWICE}"),
+        ([*TRAIN, "--factor", "4", "--target_length", "32"], f"--factor and --target_length {SAME}"),
         (
             [*TRAIN, BETA, "1", "--extension.parameters", "{beta_slow: 2}"],
-            rf"{BETA} and --extension\.parameters set the same value",
+            rf"{BETA} and --extension\.parameters {SAME}",
         ),
         ([*TRAIN, *[BETA, "1"] * 2], r"parameters\.beta_slow is given more than once"),
         # Values that cannot be.
@@ -149,10 +143,7 @@ REFUSED: dict[type[Exception], list[tuple[list[str], str]]] = {
         (["--train", "[draft] a"], r"(?s)--train \[draft\] a is not valid YAML: .*--train '\"\[draft\] a\"'"),
         (["--train", "@a"], r"--train @a is not valid YAML"),
         ([*TRAIN, "--keep", "1"], r"training.keep: input should be greater than or equal to 2, found 1"),
-        (
-            [*TRAIN, "--checkpointing", "no", "--save_attention", "yes"],
-            r"save_attention requires checkpointing=True",
-        ),
+        ([*TRAIN, "--checkpointing", "no", "--save_attention", "yes"], "save_attention requires checkpointing=True"),
         # Values that do not go together.
         ([*TRAIN, "--quantisation", "nf4", "--lora.whole", "true"], r"set lora\.whole to false"),
         ([*TRAIN, "--quantisation", "nf4", "--checkpoint", "model.gguf"], "needs a checkpoint of safetensors"),
@@ -167,8 +158,7 @@ REFUSED: dict[type[Exception], list[tuple[list[str], str]]] = {
         ([*TRAIN, "--stages", "[{steps: 1}]"], "stages.0: give one of factor and target_length"),
         ([*TRAIN, "--window", "64"], "evaluation: window needs lengths"),
         ([*TRAIN, "--seed", "4294967296"], "seed: input should be less than 4294967296, found 4294967296"),
-        ([*TRAIN, "--evaluation.text", "'-'"], "a run reads its texts more than once: give files, not standard input"),
-        (["--data.train", "'-'"], "a run reads its texts more than once: give files, not standard input"),
+        *(([*words, "'-'"], FILES) for words in ([*TRAIN, "--evaluation.text"], ["--data.train"])),
     ],
 }
 
@@ -182,16 +172,15 @@ def test_command_lines_that_cannot_be(read: Any, error: type[Exception], words: 
         read(*words)
 
 
+STAGE = "stages: [{steps: 1, factor: 1, lenght: 8}]"
+
+
 @pytest.mark.parametrize(
     ("error", "text", "said"),
     [
         (UnknownNameError, FILE + "lora: {rnak: 8}", r"in .*settings.yaml: 'lora.rnak'\. Did you mean 'lora.rank'\?"),
         (UnknownNameError, FILE + "sede: 3", r"'sede'\. Did you mean 'seed'\?"),
-        (
-            UnknownNameError,
-            FILE + "stages: [{steps: 1, factor: 1, lenght: 8}]",
-            r"'stages.0.lenght'\. Did you mean 'stages.0.length'\?",
-        ),
+        (UnknownNameError, FILE + STAGE, r"'stages.0.lenght'\. Did you mean 'stages.0.length'\?"),
         (InvalidParameterError, FILE + "output: other", r"is not valid YAML: 'output' is set twice"),
         (InvalidParameterError, "- a", r"must hold settings by name, found list"),
         (InvalidParameterError, "a: [", r"is not valid YAML"),

@@ -35,8 +35,9 @@ MADE: dict[str, Callable[[], Any]] = {
 }
 
 
-def made(kind: str) -> Any:
-    return MADE[kind]()
+def made(kind: str, method: str | None = None) -> Any:
+    """A model of a kind, extended by 2 where a method is named."""
+    return MADE[kind]() if method is None else ctxext.patch(MADE[kind](), method, factor=2)
 
 
 def rows_of(model: Any) -> Tensor:
@@ -83,10 +84,7 @@ def test_learned_rows_stay_bit_for_bit_wherever_the_method_put_them(settings: An
     recipe.finetune(settings(method=method))
     before, after = made("bert"), AutoModelForMaskedLM.from_pretrained(tmp_path / "run" / "model")
     assert after.config.max_position_embeddings == 2 * TRAINED
-    old, new = rows_of(before), rows_of(after)
-    untrained = made("bert")
-    ctxext.patch(untrained, method, factor=2)
-    begin = rows_of(untrained)
+    old, new, begin = rows_of(before), rows_of(after), rows_of(made("bert", method))
     places = {"pi": range(0, 2 * TRAINED, 2), "stretch": range(20)}.get(method, range(TRAINED))
     kept = torch.zeros(2 * TRAINED, dtype=torch.bool)
     kept[list(places)] = True
@@ -152,9 +150,8 @@ def test_the_loss_falls_and_the_whole_table_is_trained_where_that_is_asked(setti
 def test_skip_wise_positions_train_new_rows_from_short_sequences(settings: Any, tmp_path: Path) -> None:
     short = {"data__length": 32, "data__positions": "pose", "training__accumulation": 8}
     recipe.finetune(settings("roberta", **short))
-    after, untrained = AutoModelForMaskedLM.from_pretrained(tmp_path / "run" / "model"), made("roberta")
-    ctxext.patch(untrained, "hierarchical", factor=2)
-    changed = (rows_of(after) != rows_of(untrained)).any(dim=1)
+    after = AutoModelForMaskedLM.from_pretrained(tmp_path / "run" / "model")
+    changed = (rows_of(after) != rows_of(made("roberta", "hierarchical"))).any(dim=1)
     assert not changed[:TRAINED].any()
     assert changed[TRAINED:].sum() > 32, "beyond what the sequences are long"
 
@@ -185,8 +182,7 @@ def test_masks_are_the_sequences_own_and_special_tokens_are_never_masked(
     documents: TokenisedDocuments, both_ends: PreTrainedTokenizerFast
 ) -> None:
     whole = sequences(documents)
-    found = MaskedSequences(whole, both_ends, share=0.3, seed=0)
-    again = MaskedSequences(whole, both_ends, share=0.3, seed=0)
+    found, again, other = (MaskedSequences(whole, both_ends, share=0.3, seed=seed) for seed in (0, 0, 1))
     assert len(found) == 12
     for index in reversed(range(12)):
         again[index]
@@ -201,7 +197,6 @@ def test_masks_are_the_sequences_own_and_special_tokens_are_never_masked(
         assert not wanted[[0, -1]].any()
         asked += int(wanted.sum())
     assert 0.2 < asked / (12 * 30) < 0.4
-    other = MaskedSequences(whole, both_ends, share=0.3, seed=1)
     assert any(not torch.equal(found[index]["labels"], other[index]["labels"]) for index in range(12))
 
 
@@ -219,9 +214,7 @@ def test_a_sequence_that_would_be_spared_has_one_token_to_fill_in(
 @pytest.mark.slow
 def test_positions_are_told_as_the_model_counts_them() -> None:
     for kind, shift in (("bert", 0), ("roberta", 260)):
-        model = made(kind)
-        ctxext.patch(model, "tile", factor=2)
-        assert shift_of(model) == shift
+        assert shift_of(made(kind, "tile")) == shift
     deaf = made("bert")
     forward = deaf.forward
     deaf.forward = lambda input_ids, position_ids=None: forward(input_ids=input_ids)
@@ -230,8 +223,7 @@ def test_positions_are_told_as_the_model_counts_them() -> None:
 
 
 def test_a_row_that_was_changed_is_not_saved_without_a_word() -> None:
-    model = made("bert")
-    ctxext.patch(model, "tile", factor=2)
+    model = made("bert", "tile")
     table = TrainedTable(model, only_new=True)
     table.require_kept()
     optimizer = torch.optim.AdamW([w for w in model.parameters() if w.requires_grad], lr=0.1, weight_decay=0.1)
@@ -243,16 +235,13 @@ def test_a_row_that_was_changed_is_not_saved_without_a_word() -> None:
 
 @pytest.mark.slow
 def test_what_has_no_table_to_train_is_refused() -> None:
-    with pytest.raises(IncompatibleError, match="has no extended table"):
-        TrainedTable(made("bert"), only_new=True)
-    rotary = tiny()
-    ctxext.patch(rotary, "yarn", factor=2)
-    with pytest.raises(IncompatibleError, match="has no extended table"):
-        TrainedTable(rotary, only_new=True)
-    half = made("bert").bfloat16()
-    ctxext.patch(half, "pi", factor=2)
-    with pytest.raises(IncompatibleError, match="Load the model in float32"):
-        TrainedTable(half, only_new=True)
+    for model, said in (
+        (made("bert"), "has no extended table"),
+        (ctxext.patch(tiny(), "yarn", factor=2), "has no extended table"),
+        (ctxext.patch(made("bert").bfloat16(), "pi", factor=2), "Load the model in float32"),
+    ):
+        with pytest.raises(IncompatibleError, match=said):
+            TrainedTable(model, only_new=True)
 
 
 @pytest.mark.parametrize(

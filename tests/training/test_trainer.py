@@ -30,9 +30,8 @@ def test_the_embedding_has_a_rate_of_its_own(rate: float | None, tmp_path: Path)
     trainer.train()
     trained = [weight for group in trainer.optimizer.param_groups for weight in group["params"]]
     assert len(trained) == len({id(weight) for weight in trained}) == len(before)
-    moved = {
-        name: (weight - before[name]).abs().max().item() for name, weight in model.named_parameters() if name in before
-    }
+    after = dict(model.named_parameters())
+    moved = {name: (after[name] - weight).abs().max().item() for name, weight in before.items()}
     embedding = {name for name in moved if "embed_tokens" in name}
     assert len(embedding) == 1
     for name, distance in moved.items():
