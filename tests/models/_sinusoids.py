@@ -15,29 +15,20 @@ LENGTH, FACTOR, WIDTH = 32, 2, 32
 
 @dataclass(frozen=True)
 class Case:
-    """One structure: which class, how its table is computed, and what a checkpoint holds of it.
+    """One structure: which class, how its table is computed, and what a checkpoint holds of it."""
 
-    Args:
-        name: transformers' class.
-        model_type: of its config.
-        first: row of the first token.
-        fairseq: whether its spectrum is fairseq's; else that of the Transformer's paper.
-        interleaved: whether sines and cosines alternate.
-        grows: whether its own code computes a longer table where a text is longer.
-        changes: fields of its config.
-    """
-
-    name: str
+    name: str  # transformers' class
     model_type: str
-    first: int = 0
-    fairseq: bool = False
-    interleaved: bool = False
-    grows: bool = False
-    changes: dict[str, Any] = field(default_factory=dict)
+    first: int = 0  # row of the first token
+    fairseq: bool = False  # whether its spectrum is fairseq's; else that of the Transformer's paper
+    interleaved: bool = False  # whether sines and cosines alternate
+    grows: bool = False  # whether its own code computes a longer table where a text is longer
+    changes: dict[str, Any] = field(default_factory=dict)  # fields of its config
 
 
 PAD = {"pad_token_id": 1}
 SPEECHLESS = {"d_model": WIDTH, "max_position_embeddings": LENGTH}
+DISTILLED = {"sinusoidal_pos_embds": True, "dim": WIDTH, "hidden_dim": 48, "max_position_embeddings": LENGTH}
 CASES = {
     case.name: case
     for case in (
@@ -48,12 +39,7 @@ CASES = {
         Case("XGLMForCausalLM", "xglm", 2, True, grows=True, changes=SPEECHLESS | PAD),
         Case("M2M100ForConditionalGeneration", "m2m_100", 2, True, grows=True, changes=SPEECHLESS | PAD),
         Case("CTRLLMHeadModel", "ctrl", changes={"n_embd": WIDTH, "n_positions": LENGTH}),
-        Case(
-            "DistilBertForMaskedLM",
-            "distilbert",
-            interleaved=True,
-            changes={"sinusoidal_pos_embds": True, "dim": WIDTH, "hidden_dim": 48, "max_position_embeddings": LENGTH},
-        ),
+        Case("DistilBertForMaskedLM", "distilbert", interleaved=True, changes=DISTILLED),
     )
 }
 

@@ -6,20 +6,13 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from torch import Tensor
-from transformers import (
-    BloomConfig,
-    BloomForCausalLM,
-    FalconConfig,
-    FalconForCausalLM,
-    MptConfig,
-    MptForCausalLM,
-    PreTrainedModel,
-)
+from transformers import MptConfig, MptForCausalLM, PreTrainedModel
 
 import ctxext
 from ctxext.errors import BackendUnavailableError, IncompatibleError, InvalidParameterError
-from tests._models import logits
+from tests._models import FALCON, logits
 from tests._models import tokens as random_tokens
 from tests._products import crossed
 from tests.kernels.cases import leave_flex_uncompiled
@@ -29,11 +22,8 @@ LENGTH = 80
 TOLERANCE = 1e-4  # float32, logits of size 5
 
 FAMILIES = ["bloom", "mpt", "falcon"]
-METHODS = [
-    {"method": "dynamic_pi"},
-    {"method": "alibi"},
-    {"method": "pi"},
-    {"method": "dynamic_pi", "growth": "doubling"},
+METHODS = [{"method": name} for name in ("dynamic_pi", "alibi", "pi")] + [
+    {"method": "dynamic_pi", "growth": "doubling"}
 ]
 every_pair = pytest.mark.parametrize(("family", "method"), crossed(FAMILIES, METHODS))
 every_family = pytest.mark.parametrize("family", FAMILIES)
@@ -50,20 +40,12 @@ def build(family: str, heads: int = 4, **changes: Any) -> PreTrainedModel:
     torch.manual_seed(0)
     shared = {"hidden_size": 16 * heads, "vocab_size": 97, "initializer_range": 0.2, "eos_token_id": 96} | changes
     if family == "bloom":
-        return BloomForCausalLM(BloomConfig(n_layer=2, n_head=heads, **shared)).eval()
+        return transformers.BloomForCausalLM(transformers.BloomConfig(n_layer=2, n_head=heads, **shared)).eval()
     if family == "mpt":
         shared["d_model"] = shared.pop("hidden_size")
         return MptForCausalLM(MptConfig(n_layers=2, n_heads=heads, max_seq_len=TRAINED, **shared)).eval()
-    config = FalconConfig(
-        alibi=True,
-        num_hidden_layers=2,
-        num_attention_heads=heads,
-        new_decoder_architecture=False,
-        multi_query=False,
-        max_position_embeddings=TRAINED,
-        **shared,
-    )
-    return FalconForCausalLM(config).eval()
+    sizes = {"num_hidden_layers": 2, "num_attention_heads": heads, "max_position_embeddings": TRAINED}
+    return transformers.FalconForCausalLM(transformers.FalconConfig(**FALCON, **sizes, **shared)).eval()
 
 
 def patch(model: PreTrainedModel, **arguments: Any) -> PreTrainedModel:
@@ -93,10 +75,8 @@ def test_equals_stock_inside_and_beyond_the_window(family: str, backend: str) ->
 
 @pytest.mark.parametrize("family", ["bloom", "mpt"])
 def test_equals_stock_where_heads_are_no_power_of_two(family: str) -> None:
-    ids = tokens()
-    torch.testing.assert_close(
-        logits(patch(build(family, 6)), ids), stock_logits(family, 6, ids), atol=TOLERANCE, rtol=0
-    )
+    ids, ours = tokens(), patch(build(family, 6))
+    torch.testing.assert_close(logits(ours, ids), stock_logits(family, 6, ids), atol=TOLERANCE, rtol=0)
 
 
 def test_falcon_is_exact_where_stock_rounds_its_bias() -> None:
@@ -117,18 +97,12 @@ def test_decoding_with_a_cache_equals_reading_anew(family: str, method: dict[str
     greedy = ids
     for _ in range(20):
         greedy = torch.cat([greedy, logits(model, greedy)[:, -1:].argmax(-1)], 1)
-    arguments: dict[str, Any] = {
-        "use_cache": True,
-        "max_new_tokens": 20,
-        "min_new_tokens": 20,
-        "do_sample": False,
-        "pad_token_id": 0,
-    }
+    arguments: dict[str, Any] = {"max_new_tokens": 20, "min_new_tokens": 20, "do_sample": False, "pad_token_id": 0}
     ways: list[dict[str, Any]] = [{}]
     if family != "mpt":  # its generate() knows neither static caches nor chunks
         ways += [{"cache_implementation": "static", "disable_compile": True}, {"prefill_chunk_size": 16}]
     for way in ways:
-        out = model.generate(ids, output_logits=True, return_dict_in_generate=True, **arguments, **way)
+        out = model.generate(ids, use_cache=True, output_logits=True, return_dict_in_generate=True, **arguments, **way)
         assert torch.equal(out.sequences, greedy), way
         torch.testing.assert_close(out.logits[-1], logits(model, greedy[:, :-1])[:, -1], atol=TOLERANCE, rtol=0)
 

@@ -6,6 +6,7 @@ The temperature is in the weights, so that stock code has it too.
 from __future__ import annotations
 
 import copy
+import itertools
 import json
 import math
 from pathlib import Path
@@ -16,7 +17,7 @@ import torch
 import transformers
 from safetensors.torch import save_file
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForSeq2SeqLM, T5Config, T5EncoderModel
+from transformers import AutoModelForSeq2SeqLM, T5Config, T5EncoderModel
 
 import ctxext
 from ctxext.checkpoints.carried import differences
@@ -36,9 +37,7 @@ from tests.walk.tiny import TRAINED_LENGTH
 def test_a_short_text_is_read_as_before_and_a_long_one_otherwise() -> None:
     plain, long = tiny("t5"), extend(tiny("t5"), temperature=1.0)
     assert torch.equal(both_sides(long, 8), both_sides(plain, 8)), "8 tokens know 7 tokens of distance each way"
-    assert (both_sides(long, 9) - both_sides(plain, 9)).abs().max() == 0, (
-        "and the first wide bucket begins where it did"
-    )
+    assert torch.equal(both_sides(long, 9), both_sides(plain, 9)), "and the first wide bucket begins where it did"
     assert (both_sides(long) - both_sides(plain)).abs().max() > 1e-3
 
 
@@ -78,25 +77,25 @@ def test_the_published_config_says_its_length(tmp_path: Path) -> None:
     found = inspect_checkpoint(tmp_path)
     assert found.no_positions == "none: this t5 has buckets of relative distances"
     assert {one.method for one in found.verdicts if one.refused is None} <= {"stretch_buckets"}
-    with pytest.raises(
-        IncompatibleError, match=r"not one of rotary positions; .* Run it with transformers, by ctxext\.load\."
-    ):
+    said = r"not one of rotary positions; .* Run it with transformers, by ctxext\.load\."
+    with pytest.raises(IncompatibleError, match=said):
         export(tmp_path, to="llama.cpp")
 
 
+SIZES = {"d_kv": 8, "d_ff": 16, "num_heads": 2, "num_layers": 2, "vocab_size": 64}
+
+
 @pytest.mark.parametrize(
-    ("model_type", "said"),
+    ("kind", "said"),
     [
-        ("longt5", "sees only the tokens around each token"),
-        ("udop", "whose largest distance is in its code and not in its config"),
+        (transformers.LongT5ForConditionalGeneration, "sees only the tokens around each token"),
+        (transformers.UdopForConditionalGeneration, "whose largest distance is in its code and not in its config"),
     ],
 )
-def test_buckets_that_cannot_be_stretched_rightly_are_refused(model_type: str, said: str) -> None:
-    config = AutoConfig.for_model(model_type, d_model=16, d_kv=8, d_ff=16, num_heads=2, num_layers=2, vocab_size=64)
+def test_buckets_that_cannot_be_stretched_rightly_are_refused(kind: Any, said: str) -> None:
     with torch.device("meta"):
-        named = transformers.LongT5ForConditionalGeneration, transformers.UdopForConditionalGeneration
-        model = named[model_type == "udop"](config)
-    before = config.to_dict()
+        model = kind(kind.config_class(d_model=16, **SIZES))
+    before = model.config.to_dict()
     with pytest.raises(IncompatibleError, match=said):
         ctxext.patch(model, "stretch_buckets", factor=4, trained_length=TRAINED_LENGTH)
     assert model.config.to_dict() == before
@@ -108,9 +107,8 @@ def test_kin_that_reads_or_writes_something_else(kind: str) -> None:
     """Music and pictures beside text, an encoder alone: what each class calls itself does not matter."""
     cls = getattr(transformers, kind)
     width = {"hidden_size": 16} if kind.startswith("Pix") else {"d_model": 16}
-    config = cls.config_class(d_kv=8, d_ff=16, num_heads=2, num_layers=2, vocab_size=64, **width)
     with torch.device("meta"):
-        model = cls(config)
+        model = cls(cls.config_class(**SIZES, **width))
     before = model.config.to_dict()
     ctxext.patch(model, "stretch_buckets", factor=4, trained_length=TRAINED_LENGTH)
     assert model.config.relative_attention_max_distance == 512
@@ -222,9 +220,8 @@ def test_stock_code_reads_it_bit_for_bit_and_unpatching_brings_the_very_weights_
     assert {name.split(".")[-2] for name in changed} == {"q", "relative_attention_bias"}
     assert not any("EncDec" in name for name in changed)
     for name in changed:
-        assert torch.equal(model.get_parameter(name), (objects[name].double() / 0.8).to(objects[name].dtype)), (
-            "rounded once"
-        )
+        divided = (objects[name].double() / 0.8).to(objects[name].dtype)
+        assert torch.equal(model.get_parameter(name), divided), "rounded once"
     model.save_pretrained(tmp_path / "extended")
     save_file({"input_ids": tokens(LONG)}, tmp_path / "text.safetensors")
     expected = logits_of(model, tokens(LONG))
@@ -276,13 +273,14 @@ def test_a_saved_one_is_complete_and_cannot_be_extended_anew(tmp_path: Path) -> 
     anew = {"factor": 8.0, "trained_length": TRAINED_LENGTH}
     message = r"divided by a temperature of 0\.8 and rounded.*Load the original checkpoint"
     before = both_sides(again)
-    for temperature in (0.8, 1.0):
+    verbs = (
+        lambda **how: extend(again, **how),
+        lambda **how: ctxext.load(saved, "stretch_buckets", **how),
+        lambda **how: patch_checkpoint(saved, tmp_path / "new", "stretch_buckets", **how),
+    )
+    for verb, temperature in itertools.product(verbs, (0.8, 1.0)):
         with pytest.raises(IncompatibleError, match=message):
-            extend(again, **anew, temperature=temperature)
-        with pytest.raises(IncompatibleError, match=message):
-            ctxext.load(saved, "stretch_buckets", **anew, temperature=temperature)
-        with pytest.raises(IncompatibleError, match=message):
-            patch_checkpoint(saved, tmp_path / "new", "stretch_buckets", **anew, temperature=temperature)
+            verb(**anew, temperature=temperature)
     assert not (tmp_path / "new").exists()
     assert torch.equal(both_sides(again), before)
 
@@ -293,14 +291,11 @@ def test_load_extends_a_plain_checkpoint_or_one_whose_buckets_are_stretched(tmp_
     extend(tiny("t5"), factor=2.0, temperature=1.0).save_pretrained(tmp_path / "stretched")
     expected = both_sides(extend(tiny("t5")))
     given = {"factor": 4.0, "temperature": 0.8, "trained_length": TRAINED_LENGTH}
-    for name in ("plain", "stretched"):
+    before = {"plain": tiny("t5"), "stretched": extend(tiny("t5"), factor=2.0, temperature=1.0)}
+    for name, plain in before.items():
         model = ctxext.load(tmp_path / name, "stretch_buckets", **given).eval()
         assert torch.equal(both_sides(model), expected)
-        ctxext.unpatch(model)
-        assert torch.equal(
-            both_sides(model),
-            both_sides(extend(tiny("t5"), factor=2.0, temperature=1.0) if name != "plain" else tiny("t5")),
-        )
+        assert torch.equal(both_sides(ctxext.unpatch(model)), both_sides(plain))
 
 
 @pytest.mark.nightly
@@ -345,10 +340,8 @@ def refused(model: Any, message: str, **given: Any) -> None:
 def test_weights_that_cannot_be_divided() -> None:
     model = tiny("t5")
     attention, cross = model.decoder.block[1].layer[0].SelfAttention, model.decoder.block[1].layer[1].EncDecAttention
-    quantised = copy.deepcopy(model)
-    quantised.decoder.block[1].layer[0].SelfAttention.q.weight = nn.Parameter(
-        torch.zeros(attention.q.weight.shape, dtype=torch.int8), requires_grad=False
-    )
+    quantised, whole = copy.deepcopy(model), torch.zeros(attention.q.weight.shape, dtype=torch.int8)
+    quantised.decoder.block[1].layer[0].SelfAttention.q.weight = nn.Parameter(whole, requires_grad=False)
     refused(quantised, r"decoder\.block\.1\..*q\.weight .* cannot be divided by a temperature: it is quantised")
     cross.q.weight = attention.q.weight
     refused(model, r"cannot be divided by a temperature: decoder\.block\.1\.layer\.1\..*q\.weight is the same weight")

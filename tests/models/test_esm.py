@@ -33,14 +33,8 @@ def expected(method: str) -> list[float]:
     for pair in range(HALF):
         turns = TRAINED * BASE ** (-pair / HALF) / (2 * math.pi)
         share = min(max((turns - 1) / (32 - 1), 0.0), 1.0)
-        ratios.append(
-            {
-                "pi": 1 / FACTOR,
-                "ntk": FACTOR ** (-pair / (HALF - 1)),
-                "abf": (BASE / 5e5) ** (pair / HALF),
-                "ntk_by_parts": (1 - share) / FACTOR + share,
-            }[method]
-        )
+        of = {"pi": 1 / FACTOR, "ntk": FACTOR ** (-pair / (HALF - 1)), "abf": (BASE / 5e5) ** (pair / HALF)}
+        ratios.append((of | {"ntk_by_parts": (1 - share) / FACTOR + share})[method])
     return ratios
 
 
@@ -94,10 +88,8 @@ def test_frequencies_of_another_model_are_refused(other: str) -> None:
 @pytest.mark.parametrize("offload_buffers", [False, True])
 def test_an_offloaded_model_keeps_the_frequencies_that_it_gets(offload_buffers: bool) -> None:
     """A hook that brings buffers too would bring the plain ones."""
-    model, live = esm(), ctxext.patch(esm(), "pi", factor=FACTOR)
-    pytest.importorskip("accelerate").cpu_offload(
-        model, execution_device=torch.device("cpu"), offload_buffers=offload_buffers
-    )
+    model, live, how = esm(), ctxext.patch(esm(), "pi", factor=FACTOR), {"offload_buffers": offload_buffers}
+    pytest.importorskip("accelerate").cpu_offload(model, execution_device=torch.device("cpu"), **how)
     if offload_buffers:
         with pytest.raises(IncompatibleError, match=r"of this esm are offloaded\. .* without offload_buffers"):
             ctxext.patch(model, "pi", factor=FACTOR)

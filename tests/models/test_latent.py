@@ -18,9 +18,8 @@ TEMPERATURE = 0.1 * math.log(4) + 1
 
 
 def scalings(model: Any) -> list[float]:
-    return [
-        module.scaling for name, module in model.named_modules() if "self_attn" in name and hasattr(module, "scaling")
-    ]
+    modules = (module for name, module in model.named_modules() if "self_attn" in name)
+    return [module.scaling for module in modules if hasattr(module, "scaling")]
 
 
 @pytest.mark.slow
@@ -50,8 +49,7 @@ def test_it_equals_stock_code_on_the_published_form(tmp_path: Path) -> None:
 
 def test_other_models_keep_the_temperature_on_cos_and_sin() -> None:
     for model_type in ("llama", "gpt_neox"):
-        model = tiny(model_type)
-        ctxext.patch(model, "yarn", factor=4.0)
+        model = ctxext.patch(tiny(model_type), "yarn", factor=4.0)
         assert "mscale" not in model.config.rope_parameters
         rotary = next(module for name, module in model.named_modules() if name.endswith("rotary_emb"))
         assert rotary.attention_scaling == pytest.approx(TEMPERATURE)
@@ -61,8 +59,7 @@ def test_other_models_keep_the_temperature_on_cos_and_sin() -> None:
 @pytest.mark.skipif(not RECENT, reason="transformers 5.17 has no dots3_note_text")
 def test_latent_attention_that_cannot_scale_scores_keeps_it_too() -> None:
     """Its code reads no mscale: stored there, the temperature would be lost."""
-    model = tiny("dots3_note_text")
-    ctxext.patch(model, "yarn", factor=4.0)
+    model = ctxext.patch(tiny("dots3_note_text"), "yarn", factor=4.0)
     assert "mscale" not in model.config.rope_parameters["indexed_attention"]
     assert model.model.rotary_emb.indexed_attention_attention_scaling == pytest.approx(TEMPERATURE)
 

@@ -18,7 +18,7 @@ from tests._models import RECENT, gpt2, tiny, tokens
 from tests.attention._encoders import encoder
 from tests.models._sinusoids import build
 from tests.walk.check import State
-from tests.walk.tiny import TRAINED_LENGTH, tiny_config, tiny_model
+from tests.walk.tiny import TRAINED_LENGTH
 
 slow, nightly = pytest.mark.slow, pytest.mark.nightly
 recent = pytest.mark.skipif(not RECENT, reason="built for the newest transformers")
@@ -26,25 +26,23 @@ recent = pytest.mark.skipif(not RECENT, reason="built for the newest transformer
 LOCAL_ONLY = ("afmoe", "cohere2", "cohere2_moe", "exaone4", "exaone_moe", "flint", "kolibri1", "llama4", "llama4_text")
 WINDOWS = {"layer_types": ["sliding_attention", "full_attention"] * 2, "num_hidden_layers": 4}
 LEARNED, NONE = "learned positions, one vector each for 64 tokens", "no positions at all, so nothing needs extending"
+UNASKED, TWO_ROWS = (
+    "reading tokens never asks for a row of",
+    r"\[1, 2, 3, 4, 5, 6\] and \[2, 3, 4, 5, 6, 7\], not for one row",
+)
+FREQUENCIES = (
+    r"keeps frequencies alone among .* needs more than those\. Methods for it: abf, llama3, ntk, ntk_by_parts, pi"
+)
+DISTANCES = "buckets distances up to 128, but its config says .*=512"
 TEMPERATURE = "temperature must be (a finite number, above 0 and )?at most 1, found"
 OWN_ATTENTION = {"window": 16, "trained_length": TRAINED_LENGTH}
 
 
-def without_rope() -> PreTrainedModel:
-    model = tiny()
-    model.config.rope_parameters = None
-    return model
-
-
-def without_base() -> PreTrainedModel:
-    model = tiny()
-    del model.config.rope_parameters["rope_theta"]
-    return model
-
-
-def changed_buckets() -> PreTrainedModel:
-    model = tiny("t5")
-    model.config.relative_attention_max_distance = 512
+def changed(model_type: str, **fields: Any) -> PreTrainedModel:
+    """A model whose config says something else than what it was built with."""
+    model = tiny(model_type)
+    for name, value in fields.items():
+        setattr(model.config, name, value)
     return model
 
 
@@ -57,7 +55,12 @@ def scaled() -> PreTrainedModel:
 
 # Rows: a model or its type, methods, arguments of ``patch`` beside a factor of 4, and what is said.
 INCOMPATIBLE: list[Any] = [
-    (without_base, "yarn", {}, "The config of this llama has no rope_theta in rope_parameters=.*default.*Add the base"),
+    (
+        partial(changed, "llama", rope_parameters={"rope_type": "default"}),
+        "yarn",
+        {},
+        "The config of this llama has no rope_theta in rope_parameters=.*default.*Add the base",
+    ),
     # No positions, or those of another kind.
     ("gpt2", "yarn", {}, rf"has {LEARNED} \(transformer\.wpe\.weight\)"),
     ("opt", "yarn", {}, rf"has {LEARNED} \(model\.decoder\.embed_positions\.weight\)"),
@@ -74,14 +77,9 @@ INCOMPATIBLE: list[Any] = [
         partial(tiny, "esm", position_embedding_type="rotary"),
         "yarn self_extend dynamic_ntk alibi tile nope",
         {},
-        r"keeps frequencies alone among .* needs more than those\. Methods for it: abf, llama3, ntk, ntk_by_parts, pi",
+        FREQUENCIES,
     ),
-    (
-        changed_buckets,
-        "stretch_buckets",
-        {"trained_length": 64},
-        r"buckets distances up to 128, but its config says .*=512",
-    ),
+    (partial(changed, "t5", relative_attention_max_distance=512), "stretch_buckets", {"trained_length": 64}, DISTANCES),
     ("t5", "stretch_buckets", {}, "does not state the trained length. Pass trained_length"),
     *(
         (model_type, "stretch_buckets", {}, rf"^(?!.*changes rotations).*{model_type}")
@@ -116,21 +114,10 @@ INCOMPATIBLE: list[Any] = [
     *((model_type, "nope", {}, f"this {model_type} reads both ways") for model_type in ("eurobert", "modernbert")),
     (partial(tiny, is_causal=False), "nope", {}, "this llama reads both ways"),
     (partial(encoder, "mistral", sliding_window=16), "alibi", {"sliding_window": "keep"}, "a window to both sides"),
-    pytest.param(
-        lambda: tiny_model(tiny_config("moonshine")),
-        "yarn dynamic_ntk alibi",
-        {},
-        "decoder of this moonshine share one config",
-        marks=recent,
-    ),
+    pytest.param("moonshine", "yarn dynamic_ntk alibi", {}, "decoder of this moonshine share one config", marks=recent),
     *(
-        (
-            partial(encoder, model_type),
-            "retrieval_heads",
-            {"heads": heads},
-            r"see later ones.* predicts? the next token",
-        )
-        for model_type in ("eurobert", "llama")
+        (partial(encoder, name), "retrieval_heads", {"heads": heads}, r"see later ones.* predicts? the next token")
+        for name in ("eurobert", "llama")
         for heads in ((0,), None)
     ),
     *(
@@ -139,25 +126,12 @@ INCOMPATIBLE: list[Any] = [
     ),
     # Tables of learned positions.
     *(
-        (
-            gpt2,
-            method,
-            {},
-            f"one vector each for 32 tokens .*, which method '{method}' cannot change. .*hierarchical, pi",
-        )
-        for method in ("yarn", "ntk", "alibi", "self_extend")
+        (gpt2, name, {}, f"one vector each for 32 tokens .*, which method '{name}' cannot change. .*hierarchical, pi")
+        for name in ("yarn", "ntk", "alibi", "self_extend")
     ),
     ("llama", "tile", {}, "This llama has rotations, which method 'tile' does not extend"),
-    pytest.param(
-        partial(tiny, "luke", entity_vocab_size=50),
-        "pi",
-        {},
-        r"reading tokens never asks for a row of luke\.entity_",
-        marks=slow,
-    ),
-    pytest.param(
-        "prophetnet", "pi", {}, r"\[1, 2, 3, 4, 5, 6\] and \[2, 3, 4, 5, 6, 7\], not for one row", marks=nightly
-    ),
+    pytest.param(partial(tiny, "luke", entity_vocab_size=50), "pi", {}, rf"{UNASKED} luke\.entity_", marks=slow),
+    pytest.param("prophetnet", "pi", {}, TWO_ROWS, marks=nightly),
     # Sinusoids.
     *(
         (partial(build, "MarianForCausalLM"), method, {"factor": 2}, f"{why}.*pi")
@@ -195,29 +169,21 @@ UNKNOWN: list[Any] = [
     ("bloom", "alibi", {"attention": "sdpaa", "trained_length": TRAINED_LENGTH}, "Did you mean 'sdpa'"),
     ("t5", "stretch_buckets", {"sharpening": 0.1, "trained_length": TRAINED_LENGTH}, "sharpening"),
 ]
+NO_FACTOR: dict[str, Any] = {"factor": None}
+THREE_HEADS = {"num_attention_heads": 3, "num_key_value_heads": 3}
 HALVES = {"both_ways": "halves", "trained_length": TRAINED_LENGTH}
+GIVEN_TWICE = r"A method object .* parameters; give {} to YaRN\(\.\.\.\)"
+REACHES = "target_length={} and the parameters of dynamic_ntk contra"
+CONTRADICTION = "factor=2 and target_length=256 contradict each other: the checkpoint was trained for 64 tokens, so "
+CONTRADICTION += r"target_length means factor=4\. Give one of them\."
 INVALID: list[Any] = [
     *(
-        (
-            "llama",
-            method,
-            {"factor": None},
-            re.escape(f"method must be a name or a ctxext method object, found {method!r}."),
-        )
-        for method in (None, 4, YaRN, {"method": "yarn"}, b"yarn")
+        ("llama", given, NO_FACTOR, re.escape(f"method must be a name or a ctxext method object, found {given!r}."))
+        for given in (None, 4, YaRN, {"method": "yarn"}, b"yarn")
     ),
     *(
-        (
-            "llama",
-            YaRN(factor=4),
-            {"factor": None} | more,
-            rf"A method object .* parameters; give {name} to YaRN\(\.\.\.\)",
-        )
-        for name, more in {
-            "factor": {"factor": 4},
-            "target_length": {"target_length": 256},
-            "beta_fast": {"beta_fast": 16.0},
-        }.items()
+        ("llama", YaRN(factor=4), NO_FACTOR | {name: value}, GIVEN_TWICE.format(name))
+        for name, value in {"factor": 4, "target_length": 256, "beta_fast": 16.0}.items()
     ),
     ("llama", "pi", {"sliding_window": "drop"}, "sliding_window must be 'keep' or 'lift'"),
     ("llama", "pi", {"attention": "sdpa"}, "method 'pi' leaves attention to the model"),
@@ -228,24 +194,13 @@ INVALID: list[Any] = [
     ),
     # How far to reach.
     *(
-        (
-            "llama",
-            "dynamic_ntk",
-            {"factor": None, "target_length": target, "reach": reach},
-            f"target_length={target} and the parameters of dynamic_ntk contra",
-        )
-        for target, reach in ((256, 2.0), (300, 2.0), (128, 4.0))
+        ("llama", "dynamic_ntk", NO_FACTOR | {"target_length": far, "reach": reach}, REACHES.format(far))
+        for far, reach in ((256, 2.0), (300, 2.0), (128, 4.0))
     ),
-    ("llama", "yarn", {"factor": None}, "needs to know how far to reach"),
-    (
-        "llama",
-        "pi",
-        {"factor": 2, "target_length": 256},
-        "factor=2 and target_length=256 contradict each other: the checkpoint was trained for 64 tokens, so "
-        r"target_length means factor=4\. Give one of them\.",
-    ),
+    ("llama", "yarn", NO_FACTOR, "needs to know how far to reach"),
+    ("llama", "pi", {"factor": 2, "target_length": 256}, CONTRADICTION),
     *(
-        ("llama", "pi", {"factor": None} | extent, said)
+        ("llama", "pi", NO_FACTOR | extent, said)
         for extent, said in [
             ({"target_length": 32}, "target_length=32 is below the trained length of 64 tokens; there is nothing to"),
             ({"target_length": 96, "trained_length": 128}, "=96 is below the trained length of 128 tokens"),
@@ -266,12 +221,7 @@ INVALID: list[Any] = [
     ("gpt2", "pi tile", {"factor": 1e6}, "at most 16,777,216 of them"),
     (partial(tiny, max_position_embeddings=10**30), "pi", {}, "The trained length that the config names must be at"),
     *((model_type, "alibi", HALVES, "is for encoders") for model_type in ("llama", "mpt")),
-    (
-        partial(encoder, "eurobert", hidden_size=96, num_attention_heads=3, num_key_value_heads=3),
-        "alibi",
-        HALVES,
-        "'symmetric' for 3 heads",
-    ),
+    (partial(encoder, "eurobert", hidden_size=96, **THREE_HEADS), "alibi", HALVES, "'symmetric' for 3 heads"),
     # Tables of learned positions, and of sinusoids.
     (gpt2, "hierarchical", {"factor": 33}, "reaches 1,024 positions with two digits"),
     (gpt2, "tile", {"factor": None}, "needs to know how far to reach"),
@@ -292,13 +242,8 @@ INVALID: list[Any] = [
         for bad in (0, -1, 1.1, math.nan, "0.8", True)
     ),
     *(
-        (
-            "t5",
-            "stretch_buckets",
-            {name: value, "trained_length": TRAINED_LENGTH},
-            f"{name}='{value}': this t5 has only",
-        )
-        for name, value in (("sliding_window", "lift"), ("attention", "sdpa"))
+        ("t5", "stretch_buckets", {name: how, "trained_length": TRAINED_LENGTH}, f"{name}='{how}': this t5 has only")
+        for name, how in (("sliding_window", "lift"), ("attention", "sdpa"))
     ),
     ("bloom", "alibi", {"sliding_window": "lift", "trained_length": TRAINED_LENGTH}, "sliding_window"),
     # Scaled checkpoints, of which the window is never shrunk.
@@ -308,15 +253,9 @@ INVALID: list[Any] = [
     (scaled, "yarn", {"factor": 2, "scaling": "extend", "trained_length": 128}, "below the 512 that this checkpoint"),
     ("llama", "yarn", {"scaling": "extend"}, "are not scaled"),
 ]
-PATCHED_OR_CHANGED: list[Any] = [
-    (without_rope, "pi", {}, r"rope_parameters=None.*Load the model again"),
-]
-EVERY = {
-    IncompatibleError: INCOMPATIBLE,
-    InvalidParameterError: INVALID,
-    UnknownNameError: UNKNOWN,
-    PatchStateError: PATCHED_OR_CHANGED,
-}
+CHANGED = [(partial(changed, "llama", rope_parameters=None), "pi", {}, "rope_parameters=None.*Load the model again")]
+EVERY = {IncompatibleError: INCOMPATIBLE, InvalidParameterError: INVALID, UnknownNameError: UNKNOWN}
+EVERY |= {PatchStateError: CHANGED}
 
 
 def rows() -> Any:

@@ -220,10 +220,8 @@ def test_what_is_for_one_text_is_refused_by_name(tmp_path: Path) -> None:
     model = ctxext.patch(tiny_model(tiny_config("t5gemma")), "yarn", factor=2)
     with pytest.raises(IncompatibleError, match="does not support encoder-decoders"):
         plan_serving(model.config, trust_remote_code=True)
-    with pytest.raises(
-        IncompatibleError,
-        match=r"sides have an extension each; no runtime .* Run it with transformers, by ctxext\.load\.",
-    ):
+    said = r"sides have an extension each; no runtime .* Run it with transformers, by ctxext\.load\."
+    with pytest.raises(IncompatibleError, match=said):
         ctxext.export(model, to="vllm")
     model.save_pretrained(tmp_path)
     with pytest.raises(InvalidParameterError, match="attention='flash': method 'yarn' leaves attention to the model"):

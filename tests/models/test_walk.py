@@ -34,22 +34,12 @@ def outcomes(line: dict[str, Any]) -> dict[str, str]:
     return {one["method"]: one["outcome"] for one in line["findings"]}
 
 
-@pytest.mark.parametrize(
-    ("model_type", "kind"),
-    [
-        ("llama", "rotary"),
-        ("eurobert", "rotary encoder"),
-        ("t5gemma", "rotary on two sides"),
-        ("moonshine", "rotary on two sides"),
-        ("bloom", "ALiBi"),
-        ("bert", "learned table"),
-        ("clip_text_model", "learned table"),
-        ("t5", "buckets"),
-        ("pegasus", "sinusoids"),
-        ("mamba", "none"),
-        ("xlnet", "other"),
-    ],
-)
+OF_KIND = {"llama": "rotary", "eurobert": "rotary encoder", "bloom": "ALiBi", "t5": "buckets", "pegasus": "sinusoids"}
+OF_KIND |= dict.fromkeys(("t5gemma", "moonshine"), "rotary on two sides")
+OF_KIND |= dict.fromkeys(("bert", "clip_text_model"), "learned table") | {"mamba": "none", "xlnet": "other"}
+
+
+@pytest.mark.parametrize(("model_type", "kind"), OF_KIND.items())
 def test_every_kind_of_positions_has_its_name(model_type: str, kind: str) -> None:
     config = tiny_config(model_type)
     assert positions_of(tiny_model(config), kind_of(type(config))) == kind
@@ -119,19 +109,13 @@ def line_of(
     return line | {"outcome": outcome, "reason": "; ".join(detail for *_, detail in findings), "seconds": 1.0}
 
 
+LINEAR = ("pi", "right", "stock linear")
+NO_ALIBI = "IncompatibleError: Method 'alibi' cannot replace the rotation of this "
 LINES = [
-    line_of("llama", "right", ("pi", "right", "stock linear"), ("yarn", "right", "stock yarn")),
-    line_of(
-        "axk1",
-        "right",
-        ("pi", "right", "stock linear"),
-        ("alibi", "refused", "IncompatibleError: Method 'alibi' cannot replace the rotation of this axk1. Take pi."),
-    ),
-    line_of(
-        "axk2",
-        "right",
-        ("pi", "right", "stock linear"),
-        ("alibi", "refused", "IncompatibleError: Method 'alibi' cannot replace the rotation of this axk2. Take pi."),
+    line_of("llama", "right", LINEAR, ("yarn", "right", "stock yarn")),
+    *(
+        line_of(name, "right", LINEAR, ("alibi", "refused", NO_ALIBI + name + ". Take pi."))
+        for name in ("axk1", "axk2")
     ),
     line_of("gpt2", "right", ("tile", "right", "n_positions=128"), positions="learned table"),
     line_of(
