@@ -17,27 +17,9 @@ from transformers import PreTrainedTokenizerFast
 from typer.testing import CliRunner, Result
 
 import ctxext
+from ctxext.cli import demo
 from ctxext.cli.app import app
-from ctxext.cli.demo import (
-    AFTERWARDS,
-    ANSWER,
-    BUSY,
-    DEFAULT,
-    FACT,
-    PLAY,
-    REQUEST,
-    Demo,
-    DemoResult,
-    Pace,
-    Passage,
-    ReadAndAnswer,
-    TextReading,
-    default_text,
-    document_of,
-    plan,
-    read_and_answer,
-    sentences,
-)
+from ctxext.cli.demo import ANSWER, DEFAULT, PLAY, Passage, plan, read_and_answer
 from ctxext.cli.options import DemoOptions
 from ctxext.errors import IncompatibleError, InvalidParameterError
 from ctxext.measuring.checkpoint import load_checkpoint
@@ -112,15 +94,15 @@ def test_what_is_finished_outlives_an_interruption(
     checkpoint: Path, files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     arguments = ["--model", checkpoint, "--text", files / "long.txt", "--output", tmp_path / "out"]
-    ask, asked = ReadAndAnswer.ask, list[str]()
+    ask, asked = demo.ReadAndAnswer.ask, list[str]()
 
-    def stopping(job: ReadAndAnswer, *rest: Any) -> Any:
+    def stopping(job: demo.ReadAndAnswer, *rest: Any) -> Any:
         asked.append(job.reader.reading.name)
         if len(asked) == 3:
             raise KeyboardInterrupt
         return ask(job, *rest)
 
-    monkeypatch.setattr(ReadAndAnswer, "ask", stopping)
+    monkeypatch.setattr(demo.ReadAndAnswer, "ask", stopping)
     interrupted = call(*arguments)
     assert interrupted.exit_code == 130
     assert "Interrupted. 2 of 4 jobs are finished and kept in" in " ".join(interrupted.output.split())
@@ -130,13 +112,13 @@ def test_what_is_finished_outlives_an_interruption(
 
 
 @pytest.fixture
-def planned(checkpoint: Path, files: Path, tmp_path: Path) -> Demo:
+def planned(checkpoint: Path, files: Path, tmp_path: Path) -> demo.Demo:
     options = DemoOptions(text=files / "long.txt", output=tmp_path / "out")
-    return plan(load_checkpoint(str(checkpoint)), options, document_of(options))
+    return plan(load_checkpoint(str(checkpoint)), options, demo.document_of(options))
 
 
 @pytest.mark.slow
-def test_what_is_read_does_not_depend_on_the_machine(planned: Demo, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_read_does_not_depend_on_the_machine(planned: demo.Demo, monkeypatch: pytest.MonkeyPatch) -> None:
     """The length was once as much as a measured time allowed."""
     times = iter(range(0, 10**6, 1000))
     monkeypatch.setattr("time.perf_counter", lambda: float(next(times)))
@@ -145,9 +127,9 @@ def test_what_is_read_does_not_depend_on_the_machine(planned: Demo, monkeypatch:
     assert all(not layer._forward_hooks for layer in planned.checkpoint.model.modules())
 
 
-def test_a_busy_machine_is_called_busy(planned: Demo) -> None:
-    assert planned.announcement(Pace(100.0, 100 * BUSY)).endswith("in 4 ways. About 100 s.\n")
-    assert planned.announcement(Pace(300.0, 90.0)).endswith("Busy: about 5 min, on an idle machine 90 s.\n")
+def test_a_busy_machine_is_called_busy(planned: demo.Demo) -> None:
+    assert planned.announcement(demo.Pace(100.0, 100 * demo.BUSY)).endswith("in 4 ways. About 100 s.\n")
+    assert planned.announcement(demo.Pace(300.0, 90.0)).endswith("Busy: about 5 min, on an idle machine 90 s.\n")
 
 
 def test_the_fact_stands_on_a_line_of_its_own_and_is_asked_for_at_the_end(
@@ -158,11 +140,11 @@ def test_the_fact_stands_on_a_line_of_its_own_and_is_asked_for_at_the_end(
     passage = Passage.of(tokenised, bos_tokenizer, 1000)
     assert passage.text.input_ids.shape == (1, 1001)
     read = bos_tokenizer.decode(passage.text.input_ids[0, 1:])
-    before, fact, after = read.partition(FACT.format(ANSWER))
-    assert (fact, before[-1:]) == (FACT.format(ANSWER), "\n")
+    before, fact, after = read.partition(demo.FACT.format(ANSWER))
+    assert (fact, before[-1:]) == (demo.FACT.format(ANSWER), "\n")
     assert text.endswith(before + after)
     assert (50 <= len(before) <= 100, passage.distance) == (True, 1001 - len(before) - 1)
-    assert bos_tokenizer.decode(passage.request) == REQUEST
+    assert bos_tokenizer.decode(passage.request) == demo.REQUEST
     assert bos_tokenizer.decode(passage.answer) == f" {ANSWER}"
 
 
@@ -198,7 +180,7 @@ def test_what_it_says_follows_what_it_measured() -> None:
 
     def said(method: float, error: float = 0.01, answer: str = ANSWER, *, both: bool = False, on: str = DEFAULT) -> str:
         rows = [
-            TextReading(name, label, label != "last 512", 3.0 + gap, found, reply, 1.0, 1.0)
+            demo.TextReading(name, label, label != "last 512", 3.0 + gap, found, reply, 1.0, 1.0)
             for name, label, gap, reply in (
                 ("truncated 512", "last 512", 0.0, "no"),
                 ("yarn x2", "YaRN", method, answer),
@@ -206,7 +188,7 @@ def test_what_it_says_follows_what_it_measured() -> None:
             )
             for found in [PairedDifference(gap, error, 512, 8)]
         ]
-        return " ".join(sentences(DemoResult(TRAINED, 2 * TRAINED, 987, on, 512, tuple(rows), {})))
+        return " ".join(demo.sentences(demo.DemoResult(TRAINED, 2 * TRAINED, 987, on, 512, tuple(rows), {})))
 
     assert "A longer window pays on this text: YaRN +0.500 ± 0.010" in said(-0.5)
     assert "makes no sure difference on this text: YaRN +0.100 ± 0.500" in said(-0.1, 0.5)
@@ -228,11 +210,11 @@ def test_what_is_stored_of_the_play_is_what_its_page_says() -> None:
 
 
 def test_the_text_of_its_own() -> None:
-    code = default_text()
+    code = demo.default_text()
     assert code.name == DEFAULT
     assert code.text.count("\nclass Gemma2Config(PreTrainedConfig):") == 2, "the last file repeats the first class"
     assert "# File: transformers/models/gemma2/modular_gemma2.py\n" in code.text
-    assert AFTERWARDS not in code.text
+    assert demo.AFTERWARDS not in code.text
 
 
 @pytest.mark.parametrize(
@@ -259,8 +241,8 @@ def test_bad_input(checkpoint: Path, files: Path, tmp_path: Path, arguments: lis
 
 def test_standard_input_is_read_once(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The demo is planned twice: before its weights are loaded, and after."""
-    monkeypatch.setattr(Demo, "announcement", lambda *_: (_ for _ in ()).throw(InvalidParameterError("planned")))
-    monkeypatch.setattr(Demo, "pace", lambda _: 0.0)
+    monkeypatch.setattr(demo.Demo, "announcement", lambda *_: (_ for _ in ()).throw(InvalidParameterError("planned")))
+    monkeypatch.setattr(demo.Demo, "pace", lambda _: 0.0)
     words = ["demo", "--model", str(checkpoint), "--text", "-", "--output", str(tmp_path / "out")]
     long = "".join(f"Line {i}: the rain falls and the river runs.\n" for i in range(100))
     assert "Error: planned" in refusal(CliRunner().invoke(app, words, input=long))

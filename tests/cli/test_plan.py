@@ -78,12 +78,9 @@ def test_weights_that_come_packed_are_named(llama: Path, tmp_path: Path) -> None
     gpt_oss(**small, vocab_size=128).save_pretrained(tmp_path / "mxfp4")
     printed = command("plan", tmp_path / "mxfp4", "--length", 512).stdout
     assert "Its experts are stored as mxfp4 and counted so in use" in printed
-    fp8 = LlamaConfig(**SHAPE, quantization_config={"quant_method": "fp8"})
-    fp8.save_pretrained(tmp_path / "fp8")
-    assert (
-        "stored as fp8, 8 bits a weight, and counted so in use. Training is counted with them in bf16"
-        in command("plan", tmp_path / "fp8", "--length", 512).stdout
-    )
+    LlamaConfig(**SHAPE, quantization_config={"quant_method": "fp8"}).save_pretrained(tmp_path / "fp8")
+    said = "stored as fp8, 8 bits a weight, and counted so in use. Training is counted with them in bf16"
+    assert said in command("plan", tmp_path / "fp8", "--length", 512).stdout
     refused = command("plan", tmp_path / "fp8", "--length", 512, "--quantisation", "nf4")
     assert (refused.exit_code, "come quantised (fp8)" in refused.stderr) == (1, True)
     assert json.loads(command("plan", llama, "--length", 512, "--json").stdout)["stored_as"] is None
@@ -112,9 +109,8 @@ def test_draft_heads_are_named_beside_the_peak(tmp_path: Path) -> None:
 def test_options_of_a_method_need_its_name(llama: Path) -> None:
     refused = command("plan", llama, "--length", 256, "--factor", 4, "-p", "heads=[0]")
     assert (refused.exit_code, "--factor, --param: only with --method" in refused.stderr) == (1, True)
-    assert (
-        "0 tokens are too few. Give 1 or more." in command("plan", llama, "--length", 256, "--prompt-chunk", 0).stderr
-    )
+    refused = command("plan", llama, "--length", 256, "--prompt-chunk", 0)
+    assert "0 tokens are too few. Give 1 or more." in refused.stderr
 
 
 def test_an_adapter_is_planned_by_its_base(tmp_path: Path) -> None:

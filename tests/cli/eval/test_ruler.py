@@ -44,11 +44,8 @@ def test_ruler_is_that_of_the_evaluation(checkpoint: str, tmp_path: Path, monkey
     assert set(by_name) == {"unpatched", "truncated", "pi x1.36719"}
     assert by_name["unpatched"].trials == answers()
     last = by_name["truncated"].trials[-1]
-    sample = ruler.draw(
-        ruler.ruler_prompts(BYTES_AFTER_BOS, lengths=[1400], tasks=["niah_single_2"], essay=essay)[0].task,
-        index=1,
-        seed=42,
-    )
+    (asked, *_) = ruler.ruler_prompts(BYTES_AFTER_BOS, lengths=[1400], tasks=["niah_single_2"], essay=essay)
+    sample = ruler.draw(asked.task, index=1, seed=42)
     whole = BYTES_AFTER_BOS(sample.prompt).input_ids
     reply = ruler.reply_to(model, BYTES_AFTER_BOS, [whole[0], *whole[-(1024 - 8 - 1) :]], tokens=8)
     assert (last.reply, last.prompt_tokens) == (reply, 1024 - 8)
