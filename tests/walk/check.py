@@ -42,18 +42,11 @@ KEPT, MOVED = "are read exactly as before", "Positions of short texts change too
 
 @dataclass(frozen=True)
 class Finding:
-    """The outcome of one method on one model.
+    """The outcome of one method on one model."""
 
-    Args:
-        method: the method's name, with the side it was given to and what was done about sliding windows.
-        outcome: "right", "refused" (by a named reason), "wrong", or "unchecked" (accepted, and not to be run here).
-        detail: how it is stored, or the reason, or what went wrong.
-        stock: whether stock transformers loads it.
-    """
-
-    method: str
-    outcome: str
-    detail: str
+    method: str  # its name, with the side it was given to and what was done about sliding windows
+    outcome: str  # "right", "refused" (by a named reason), "wrong", or "unchecked" (accepted, and not to be run here)
+    detail: str  # how it is stored, or the reason, or what went wrong
     stock: bool = False
 
     def to_dict(self) -> dict[str, Any]:
@@ -121,29 +114,17 @@ class State:
 
 @dataclass(frozen=True)
 class Case:
-    """A model that is to be checked, as it was before any patch.
-
-    Args:
-        model: the model.
-        before: what it was, with a text that it could read then.
-        long: a text beyond its trained length, which it must read once it is extended.
-        trained: its trained length.
-        read: what it said of the long text before; None where it could not read that.
-        sees: whether tokens see those after them, of the decoder and of the encoder.
-        stock: the process to reload in.
-        folder: for checkpoints; the long text lies there.
-        rounding: by how much logits of stock code may differ from those of ctxext.
-    """
+    """A model that is to be checked, as it was before any patch."""
 
     model: PreTrainedModel
-    before: State
-    long: Tensor
+    before: State  # with a text that it could read then
+    long: Tensor  # a text beyond its trained length, which it must read once it is extended
     trained: int
-    read: Tensor | None
-    sees: tuple[bool, ...]
+    read: Tensor | None  # what it said of the long text before; None where it could not read that
+    sees: tuple[bool, ...]  # whether tokens see those after them, of the decoder and of the encoder
     stock: Stock
-    folder: Path
-    rounding: float = 0.0
+    folder: Path  # for checkpoints; the long text lies there
+    rounding: float = 0.0  # by how much logits of stock code may differ from those of ctxext
 
     @property
     def is_bounded(self) -> bool:
@@ -166,13 +147,8 @@ def check_model(
 ) -> list[Finding]:
     """Every method on one model; where the windows of all layers must be decided on, both decisions.
 
-    Args:
-        model: a tiny model.
-        methods: those to check.
-        stock: a process of stock transformers.
-        folder: for checkpoints.
-        kind: its kind of positions. Of groups of methods that are not for these, one method is tried, and the others
-            only if that is not refused. Left out, every method is checked.
+    Of groups of methods that are not for its ``kind`` of positions, one method is tried, and the others only if that is
+    not refused. Left out, every method is checked.
     """
     case: Case | list[Finding] | Exception = _case_of(model, stock, folder)
     if isinstance(case, list):
@@ -281,11 +257,7 @@ def is_decoders(model: PreTrainedModel, rotary: Any) -> bool:
 def rotating_layers(model: PreTrainedModel, inputs: Tensor, paths: list[str], layers: frozenset[str]) -> set[str]:
     """Layers whose output is not a number when cos and sin are not, and their own input is.
 
-    Args:
-        model: any model.
-        inputs: tokens that it reads.
-        paths: its rotary modules.
-        layers: some layers; all that stand beside them are watched.
+    ``paths`` are those of its rotary modules; all that stand beside ``layers`` are watched.
     """
     found: set[str] = set()
 
@@ -390,13 +362,7 @@ def _spec(model: PreTrainedModel) -> RopeSpec:
 
 
 def check_method(case: Case, method: Method, more: dict[str, Any]) -> Finding:
-    """Patch, save, reload with and without ctxext, unpatch; say what was found.
-
-    Args:
-        case: the model.
-        method: what it is extended by.
-        more: what ``patch`` needs to be told beside it.
-    """
+    """Patch, save, reload with and without ctxext, unpatch; say what was found."""
     model, name = case.model, _name(method, more)
     try:
         ctxext.patch(model, method, **more)

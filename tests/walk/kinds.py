@@ -13,23 +13,15 @@ from ctxext.models.alibi import AlibiArchitecture
 from ctxext.models.unknown import why_absent
 
 # Groups of methods by what they change; a method belongs to the first one that fits.
-GROUPS: dict[str, type[Method]] = {
-    "remap": RemapMethod,
-    "frequencies": RopeMethod,
-    "slopes": BiasMethod,
-    "rows": TableMethod,
-    "buckets": BucketMethod,
-    "encodings": EncodingMethod,
-}
+GROUPS: dict[str, type[Method]] = {"remap": RemapMethod, "frequencies": RopeMethod, "slopes": BiasMethod}
+GROUPS |= {"rows": TableMethod, "buckets": BucketMethod, "encodings": EncodingMethod}
 
 NO_POSITIONS, OTHER = "none", "other"
 
 # For each kind of positions the groups whose methods are all walked, the most natural one first; of the other groups,
 # and of all groups for a kind that is not here, one method is tried, and the rest where that is not refused.
 _OF_KIND: dict[str, tuple[str, ...]] = {
-    "rotary": ("frequencies", "remap", "slopes"),
-    "rotary encoder": ("frequencies", "remap", "slopes"),
-    "rotary on two sides": ("frequencies", "remap", "slopes"),
+    **dict.fromkeys(("rotary", "rotary encoder", "rotary on two sides"), ("frequencies", "remap", "slopes")),
     "ALiBi": ("slopes",),
     "learned table": ("rows",),
     "buckets": ("buckets",),
@@ -40,12 +32,7 @@ _BY_ARCHITECTURE = {"rope": "rotary", "table": "learned table", "sinusoid": "sin
 
 
 def positions_of(model: PreTrainedModel, read_as: str) -> str:
-    """The kind of positions that a model has, in a word or two.
-
-    Args:
-        model: any model.
-        read_as: what it is walked as, one of ``tests.walk.tiny.KINDS``.
-    """
+    """The kind of positions that a model has, which is walked as one of ``tests.walk.tiny.KINDS``, in a word or two."""
     found = find_architecture(Subject.of(model))
     if found is None:
         why = why_absent(model)

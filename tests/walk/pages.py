@@ -192,12 +192,9 @@ def _method(finding: dict[str, Any]) -> str:
 def cells_of(line: Line, groups: list[str], reasons: Reasons) -> tuple[str, ...]:
     """A type in a line; reasons are footnotes."""
     said = []
+    findings = [one for one in line["findings"] if one["method"] != "none"]
     for group in groups if line["outcome"] != "refused" else ():
-        some = [
-            one
-            for one in line["findings"]
-            if one["method"] != "none" and group_of(_method(one), line["positions"]) == group
-        ]
+        some = [one for one in findings if group_of(_method(one), line["positions"]) == group]
         if not some:
             continue
         right = [one for one in some if one["outcome"] == "right"]

@@ -90,11 +90,8 @@ def walk_type(model_type: str, methods: list[str] | None = None) -> dict[str, An
     except BUILDING as error:
         if findings or _in_ctxext(error):
             raise
-        said = (
-            str(error).strip().partition("\n")[0]
-            if isinstance(error, ImportError)
-            else f"{type(error).__name__}: {error}"
-        )
+        is_import = isinstance(error, ImportError)
+        said = str(error).strip().partition("\n")[0] if is_import else f"{type(error).__name__}: {error}"
         return line | {"outcome": "unchecked", "reason": f"It does not build here: {said}".replace("\n", " ")}
     finally:
         if stock is not _stock:

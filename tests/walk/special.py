@@ -6,14 +6,8 @@ from typing import Any
 
 _GEMMA4 = {"global_head_dim": 64}  # the default is one config entry per layer
 
-_INDEXER = {
-    "indexer_n_heads": 2,
-    "indexer_kv_heads": 1,
-    "indexer_head_dim": 32,
-    "indexer_budget": 64,
-    "indexer_compress_ratio": 4,
-    "head_dim": 32,
-}
+_INDEXER = {"indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": 32, "indexer_budget": 64}
+_INDEXER |= {"indexer_compress_ratio": 4, "head_dim": 32}
 
 # Types that have no logits of their own to compare, so that nothing can be proven about them.
 NOT_ALONE: dict[str, str] = dict.fromkeys(
@@ -21,35 +15,28 @@ NOT_ALONE: dict[str, str] = dict.fromkeys(
     "It is a draft model: it reads the keys and values of the model it drafts for and gives no logits without them.",
 )
 
-_SLIDING_MLA = {  # its sliding layers have sizes of their own
-    "swa_num_attention_heads": 4,
-    "swa_num_key_value_heads": 4,
-    "swa_q_lora_rank": 48,
-    "swa_kv_lora_rank": 32,
-    "swa_head_dim": 32,
-    "swa_qk_nope_head_dim": 16,
-    "swa_v_head_dim": 16,
-}
+# Its sliding layers have sizes of their own.
+_SLIDING_MLA = {"swa_num_attention_heads": 4, "swa_num_key_value_heads": 4, "swa_q_lora_rank": 48}
+_SLIDING_MLA |= {"swa_kv_lora_rank": 32, "swa_head_dim": 32, "swa_qk_nope_head_dim": 16, "swa_v_head_dim": 16}
 
 _CROSS = {"cross_num_attention_heads": 4, "cross_num_key_value_heads": 4, "cross_head_dim": 32}
 
 # Axes of time, height and width: 16 pairs of a head of 32, where the default has 64 for a head of 128.
-_AXES = {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [4, 6, 6]}}
+_PLAIN = {"rope_type": "default", "rope_theta": 10000.0}
+_AXES = {"rope_parameters": _PLAIN | {"mrope_section": [4, 6, 6]}}
 _PICTURES = {"depth": 2, "num_heads": 4, "hidden_size": 128, "out_hidden_size": 128, "intermediate_size": 192}
 _GLM = {"text_config": _AXES, "vision_config": _PICTURES}
 _LAYERS_OF_MUSE = {"layer_types": ["window_attention", "full_attention"], "num_hidden_layers": 2}
 
 _SOUND = {"num_filters": 2}  # doubled with each of its layers
+_HEARD = {"num_hidden_layers": 4, "out_hidden_size": 128, "hidden_sizes": [16, 32, 64, 128], "depths": [1] * 4}
 
 SPECIAL: dict[str, dict[str, Any]] = {
     "bamba": {"attn_layer_indices": [1]},  # the default config has no attention at all
     "blt": {"encoder_hash_byte_group_vocab": 1000, "encoder_hash_byte_group_size": [3, 4]},
     # Its checkpoints rotate in sliding layers and have no positions in the others; the default config has neither.
     "cohere_compass_text": {
-        "rope_parameters": {
-            "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
-            "full_attention": None,
-        },
+        "rope_parameters": {"sliding_attention": {**_PLAIN}, "full_attention": None},
         "layer_types": ["sliding_attention", "full_attention"],
         "num_hidden_layers": 2,
     },
@@ -67,10 +54,9 @@ SPECIAL: dict[str, dict[str, Any]] = {
     },
     "falcon_h1": {"mamba_d_ssm": 256, "mamba_n_heads": 4},
     # Four kinds of layers, and the last ones share the cache of the kinds before them.
-    "gemma3n_text": {"num_hidden_layers": 4, "num_kv_shared_layers": 2}
-    | {
+    "gemma3n_text": {
+        **{"num_hidden_layers": 4, "num_kv_shared_layers": 2, "intermediate_size": [192] * 4},
         "layer_types": ["sliding_attention", "full_attention"] * 2,
-        "intermediate_size": [192] * 4,
         "activation_sparsity_pattern": [0.95, 0.95, 0.0, 0.0],
     },
     "gemma4": {"text_config": _GEMMA4},
@@ -79,7 +65,7 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "gemma4_unified_text": _GEMMA4,
     "glm4v": _GLM,
     "glm4v_moe": {
-        "text_config": {"rope_parameters": _AXES["rope_parameters"] | {"mrope_section": [2, 3, 3]}},
+        "text_config": {"rope_parameters": _PLAIN | {"mrope_section": [2, 3, 3]}},
         "vision_config": _PICTURES,
     },
     "glm_ocr": _GLM,
@@ -105,10 +91,7 @@ SPECIAL: dict[str, dict[str, Any]] = {
     # Their own defaults for the one, windows as wide as a padded text for the other, are too long for a walk.
     "hunyuan_vl": {"text_config": _AXES | {"head_dim": 32}},
     "hy_v4_vl": {
-        "text_config": {
-            "qk_rope_head_dim": 16,
-            "rope_parameters": _AXES["rope_parameters"] | {"mrope_section": [4, 2, 2]},
-        },
+        "text_config": {"qk_rope_head_dim": 16, "rope_parameters": _PLAIN | {"mrope_section": [4, 2, 2]}},
         "vision_config": {"out_hidden_size": 128},
     },
     "kosmos-2": {"text_config": {"embed_dim": 128, "layers": 2, "attention_heads": 4}, "latent_query_num": 4},
@@ -126,12 +109,7 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "muse_spark": {
         "text_config": {"hidden_size": 128},
         "vision_config": _LAYERS_OF_MUSE,
-        "audio_config": {
-            "num_hidden_layers": 4,
-            "out_hidden_size": 128,
-            "hidden_sizes": [16, 32, 64, 128],
-            "depths": [1, 1, 1, 1],
-        },
+        "audio_config": _HEARD,
     },
     "paddleocr_vl": {"text_config": _AXES},
     "qwen2_vl": {"text_config": _AXES, "vision_config": {"depth": 2, "embed_dim": 128, "hidden_size": 128}},
@@ -143,10 +121,7 @@ SPECIAL: dict[str, dict[str, Any]] = {
             "layer_types": ["full_attention", "sliding_attention"],
             "mlp_layer_types": ["dense", "sparse"],
             "sliding_window": 16,
-            "rope_parameters": {
-                "full_attention": {"rope_type": "default", "rope_theta": 500000.0},
-                "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
-            },
+            "rope_parameters": {"full_attention": _PLAIN | {"rope_theta": 500000.0}, "sliding_attention": {**_PLAIN}},
         },
     },
     "perceiver": {"num_latents": 16, "d_latents": 64, "num_self_attends_per_block": 2, "num_cross_attention_heads": 4},

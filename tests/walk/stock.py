@@ -24,13 +24,7 @@ HEARD = 32  # frames of sound that a writer attends to
 
 
 def output_of(model: Any, inputs: Any, written: Any = None) -> Any:
-    """Everything that a model of any kind gives for tokens.
-
-    Args:
-        model: any model; an encoder-decoder reads the tokens on both sides.
-        inputs: tokens.
-        written: others for the decoder of an encoder-decoder.
-    """
+    """Everything that a model of any kind gives for tokens, which an encoder-decoder reads or writes unless told."""
     arguments = {"input_ids": inputs}
     takes = inspect.signature(model.forward).parameters
     if model.config.is_encoder_decoder:

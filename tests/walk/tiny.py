@@ -7,20 +7,9 @@ import dataclasses
 from typing import Any
 
 import torch
+import transformers
 from torch import nn
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoModelForImageTextToText,
-    AutoModelForMaskedLM,
-    AutoModelForQuestionAnswering,
-    AutoModelForSeq2SeqLM,
-    AutoModelForSpeechSeq2Seq,
-    AutoModelForTextEncoding,
-    AutoModelForTokenClassification,
-    PreTrainedConfig,
-    PreTrainedModel,
-)
+from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from ctxext.models.table_rows import is_sinusoidal
@@ -59,14 +48,14 @@ SMALL = {name: value for value, names in _SMALL.items() for name in names.split(
 
 # What a type is walked as: the first of these that knows it.
 KINDS: dict[str, Any] = {
-    "causal": AutoModelForCausalLM,
-    "masked": AutoModelForMaskedLM,
-    "seq2seq": AutoModelForSeq2SeqLM,
-    "speech": AutoModelForSpeechSeq2Seq,
-    "encoder": AutoModelForTextEncoding,
-    "tokens": AutoModelForTokenClassification,
-    "answers": AutoModelForQuestionAnswering,
-    "pictures": AutoModelForImageTextToText,
+    "causal": transformers.AutoModelForCausalLM,
+    "masked": transformers.AutoModelForMaskedLM,
+    "seq2seq": transformers.AutoModelForSeq2SeqLM,
+    "speech": transformers.AutoModelForSpeechSeq2Seq,
+    "encoder": transformers.AutoModelForTextEncoding,
+    "tokens": transformers.AutoModelForTokenClassification,
+    "answers": transformers.AutoModelForQuestionAnswering,
+    "pictures": transformers.AutoModelForImageTextToText,
 }
 
 
@@ -101,13 +90,7 @@ def tiny_config(model_type: str, **changes: Any) -> PreTrainedConfig:
 
 
 def tiny_model(config: PreTrainedConfig, seed: int = 0, loader: Any = None) -> PreTrainedModel:
-    """A random model with weights wide enough that positions show in its logits.
-
-    Args:
-        config: its config.
-        seed: of its weights.
-        loader: an Auto class; None takes the first of ``KINDS`` that knows the config.
-    """
+    """A random model, by the first of ``KINDS`` unless told, with weights so wide that positions show in its logits."""
     torch.manual_seed(seed)
     model: PreTrainedModel = (loader or KINDS[kind_of(type(config))]).from_config(config)
     tied = set()
@@ -179,10 +162,8 @@ def _resizable(default: Any, name: str) -> bool:
 
 def _token_ids(default: Any, names: set[str]) -> dict[str, int]:
     """Special tokens inside the small vocabulary."""
-    special = [
-        n for n in sorted(names) if n.endswith(("_token_id", "_token_index", "_token_ids")) and n != "pad_token_id"
-    ]
-    present = [name for name in special if vars(default).get(name) is not None]
+    special = sorted(name for name in names if name.endswith(("_token_id", "_token_index", "_token_ids")))
+    present = [name for name in special if name != "pad_token_id" and vars(default).get(name) is not None]
     return {name: 1 + place for place, name in enumerate(present)}
 
 
