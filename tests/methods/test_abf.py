@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 
 import pytest
 
 from ctxext.methods.abf import ABF
 from ctxext.spec import RopeSpec
+from tests.methods._thetas import thetas
 
 
 @pytest.mark.parametrize("factor", [1, 2, 16])
@@ -24,7 +24,7 @@ def test_the_critical_base_of_llama_2_at_16k() -> None:
     assert ABF(factor=4).rope_parameters(RopeSpec(128, 1e4, 4096))["rope_theta"] == pytest.approx(71_738, abs=1)
 
 
-def test_a_given_base_is_used(rope: RopeSpec, thetas: Callable[..., list]) -> None:
+def test_a_given_base_is_used(rope: RopeSpec) -> None:
     found = ABF(factor=4, base=2_000_000).frequencies(rope, 7)
     turns = [theta * (rope.base / 2e6) ** (2 * i / rope.rotary_dim) for i, theta in enumerate(thetas(rope))]
     assert found.inv_freq.tolist() == pytest.approx(turns, rel=1e-12)

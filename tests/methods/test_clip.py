@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig
+from transformers import AutoModelForCausalLM
 
 import ctxext
 from ctxext.methods.abf import ABF
@@ -19,6 +18,7 @@ from ctxext.methods.yarn import YaRN
 from ctxext.spec import RopeSpec
 from tests._models import logits, tiny, tokens
 from tests._products import crossed
+from tests.methods._thetas import thetas
 
 WHOLE = {"yarn": YaRN, "ntk": NTK, "abf": ABF}
 
@@ -34,7 +34,7 @@ def unturned(thetas: list[float], trained: int) -> int:
 
 
 @pytest.mark.parametrize("clip", [2, 4, "auto", "all"])
-def test_the_last_pairs_fall_by_half_a_wave(rope: RopeSpec, thetas: Callable[..., list[float]], clip: Any) -> None:
+def test_the_last_pairs_fall_by_half_a_wave(rope: RopeSpec, clip: Any) -> None:
     plain = thetas(rope)
     clip = len(plain) if clip == "all" else clip
     count = unturned(plain, rope.trained_length) if clip == "auto" else clip
@@ -58,9 +58,7 @@ def test_the_authors_clip_20_of_64() -> None:
 
 @pytest.mark.parametrize("clip", [3, "auto"])
 @pytest.mark.parametrize("name", WHOLE)
-def test_the_taper_comes_after_another_method(
-    name: str, clip: Any, rope: RopeSpec, thetas: Callable[..., list]
-) -> None:
+def test_the_taper_comes_after_another_method(name: str, clip: Any, rope: RopeSpec) -> None:
     whole = WHOLE[name](factor=4).frequencies(rope, 7)
     count = unturned(thetas(rope), rope.trained_length) if clip == "auto" else clip
     expected = [f * share for f, share in zip(whole.inv_freq.tolist(), shares(len(whole.inv_freq), count), strict=True)]
@@ -105,13 +103,9 @@ def test_stock_transformers_loads_it(tmp_path: Any, model_type: str, method: str
     assert torch.equal(logits(model, tokens()), logits(tiny(model_type), tokens()))
 
 
-def test_a_stopped_pair_turns_in_no_text(tmp_path: Any) -> None:
+def test_a_stopped_pair_turns_in_no_text() -> None:
     """The stored divisor of 1e30 is a frequency of 0 in float32, at any position."""
-    config = LlamaConfig(
-        vocab_size=64, hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2,
-        num_key_value_heads=2, max_position_embeddings=64,
-    )  # fmt: skip
-    model = ctxext.patch(AutoModelForCausalLM.from_config(config), "ntk", factor=4, clip="auto")
+    model = ctxext.patch(tiny(head_dim=16), "ntk", factor=4, clip="auto")
     cos, sin = model.model.rotary_emb(torch.zeros(1), torch.tensor([[0, 1, 10**6]]))
     assert (cos[..., 7] == 1).all()
     assert (sin[..., 7].abs() < 1e-20).all()

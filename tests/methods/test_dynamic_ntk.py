@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 import torch
 
 from ctxext.methods.dynamic_ntk import DynamicNTK
 from ctxext.methods.ntk import NTK
 from ctxext.spec import RopeSpec
+from tests.methods._thetas import thetas
 
 
 @pytest.mark.parametrize("factor", [1, 2, 4])
 @pytest.mark.parametrize("ratio", [0.5, 1, 1.25, 4])
-def test_stretch_follows_the_length(rope: RopeSpec, thetas: Callable[..., list], factor: float, ratio: float) -> None:
+def test_stretch_follows_the_length(rope: RopeSpec, factor: float, ratio: float) -> None:
     length = int(rope.trained_length * ratio)
     stretch = max(1.0, 1 + factor * (length - rope.trained_length) / rope.trained_length)
     plain = thetas(rope)

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 
 from ctxext.methods.dynamic_pi import DynamicPI
 from ctxext.spec import AlibiSpec, RopeSpec
+from tests.methods._thetas import thetas
 
 
 @pytest.mark.parametrize("ratio", [0.25, 1, 1.5, 6])
-def test_the_last_position_never_leaves_the_trained_window(
-    rope: RopeSpec, thetas: Callable[..., list], ratio: float
-) -> None:
+def test_the_last_position_never_leaves_the_trained_window(rope: RopeSpec, ratio: float) -> None:
     length = int(ratio * rope.trained_length)
     angles = DynamicPI(factor=4).frequencies(rope, length).inv_freq * length
     expected = [min(length, rope.trained_length) * theta for theta in thetas(rope)]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 
 import pytest
 import torch
@@ -11,9 +10,10 @@ import torch
 from ctxext.methods.dynamic_yarn import DynamicYaRN
 from ctxext.methods.yarn import YaRN
 from ctxext.spec import RopeSpec
+from tests.methods._thetas import thetas
 
 
-def test_plain_up_to_the_trained_length(rope: RopeSpec, thetas: Callable[..., list]) -> None:
+def test_plain_up_to_the_trained_length(rope: RopeSpec) -> None:
     for length in (1, rope.trained_length):
         found = DynamicYaRN(factor=8).frequencies(rope, length)
         assert found.inv_freq.tolist() == pytest.approx(thetas(rope), rel=1e-12)

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 
 import pytest
 
 from ctxext.methods.llama3 import Llama3
 from ctxext.spec import RopeSpec
+from tests.methods._thetas import thetas
 
 
 @pytest.mark.parametrize(("low", "high"), [(1, 4), (0.5, 16)])
-def test_long_waves_are_divided_short_ones_kept_and_the_rest_smoothed(
-    rope: RopeSpec, thetas: Callable[..., list], low: float, high: float
-) -> None:
+def test_long_waves_are_divided_short_ones_kept_and_the_rest_smoothed(rope: RopeSpec, low: float, high: float) -> None:
     found = Llama3(factor=8, low_freq_factor=low, high_freq_factor=high).frequencies(rope, 7)
     assert found.attention_scale == 1
     for theta, scaled in zip(thetas(rope), found.inv_freq.tolist(), strict=True):

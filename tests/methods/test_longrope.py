@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 
 from ctxext.methods.longrope import LongRoPE
 from ctxext.spec import RopeSpec
+from tests.methods._thetas import thetas
 
 SPEC = RopeSpec(rotary_dim=8, base=1e4, trained_length=64)
 SHORT, LONG = (1.0, 1.0, 1.05, 1.1), (1.0, 2.0, 3.5, 6.0)
 
 
 @pytest.mark.parametrize(("length", "divisors"), [(1, SHORT), (64, SHORT), (65, LONG), (512, LONG)])
-def test_long_factors_start_after_the_trained_length(
-    thetas: Callable[..., list], length: int, divisors: tuple[float, ...]
-) -> None:
+def test_long_factors_start_after_the_trained_length(length: int, divisors: tuple[float, ...]) -> None:
     found = LongRoPE(factor=8, short_factor=SHORT, long_factor=LONG).frequencies(SPEC, length)
     expected = [theta / divisor for theta, divisor in zip(thetas(SPEC), divisors, strict=True)]
     assert found.inv_freq.tolist() == pytest.approx(expected, rel=1e-12)

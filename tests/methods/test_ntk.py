@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 
 from ctxext.methods.ntk import NTK
 from ctxext.spec import RopeSpec
+from tests.methods._thetas import thetas
 
 
 @pytest.mark.parametrize("factor", [1, 2, 8.5])
-def test_stretch_grows_geometrically_from_one_to_the_factor(
-    rope: RopeSpec, thetas: Callable[..., list], factor: float
-) -> None:
+def test_stretch_grows_geometrically_from_one_to_the_factor(rope: RopeSpec, factor: float) -> None:
     plain = thetas(rope)
     last = len(plain) - 1
     expected = [theta / factor ** (i / last) for i, theta in enumerate(plain)]

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 
 import pytest
 
 from ctxext.methods.ntk_by_parts import NTKByParts
 from ctxext.spec import RopeSpec
+from tests.methods._thetas import thetas
 
 
 @pytest.mark.parametrize(("alpha", "beta"), [(1, 32), (0.25, 3)])
 @pytest.mark.parametrize("factor", [1, 4, 32])
-def test_the_papers_formula(
-    rope: RopeSpec, thetas: Callable[..., list], factor: float, alpha: float, beta: float
-) -> None:
+def test_the_papers_formula(rope: RopeSpec, factor: float, alpha: float, beta: float) -> None:
     expected = []
     for theta in thetas(rope):
         ratio = rope.trained_length / (2 * math.pi / theta)

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import numpy as np
 import pytest
 
 from ctxext.methods.pi import PI
 from ctxext.spec import RopeSpec
+from tests.methods._thetas import thetas
 
 
 @pytest.mark.parametrize("factor", [1, 1.5, 4, 32])
-def test_every_angle_is_that_of_the_squeezed_position(
-    rope: RopeSpec, thetas: Callable[..., list], factor: float
-) -> None:
+def test_every_angle_is_that_of_the_squeezed_position(rope: RopeSpec, factor: float) -> None:
     found = PI(factor=factor).frequencies(rope, 7)
     position = 3 * rope.trained_length
     squeezed = [position / factor * theta for theta in thetas(rope)]

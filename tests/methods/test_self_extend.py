@@ -57,9 +57,8 @@ def test_the_smallest_group_is_found_without_trying_all_sizes(monkeypatch: pytes
 
 def test_the_authors_rule_gives_out_a_position_that_was_never_trained() -> None:
     """(L - W) G + W >= N, as their README has it: with equality, the first token is L positions away from the last."""
-    window, group = 48, 5
-    length = (64 - window) * group + window
-    assert length == 128
+    window, group, length = 48, 5, 128
+    assert length == (64 - window) * group + window
     assert largest_relative_position(length, window, group) == 64, "where L - 1 = 63 is the last that was trained"
     with pytest.raises(InvalidParameterError, match="reaches 125 tokens, found a target of 128"):
         SelfExtend(factor=2, window=window, group=group).pieces(ROPE, length)
@@ -108,10 +107,9 @@ def test_queries_inside_the_trained_window_keep_all_distances() -> None:
     authors = relative_positions(SelfExtend(factor=2, window=24, exact=False), ROPE, 128)[..., 0].nan_to_num(-1)
     assert torch.equal(found[:64, :64], by_formula(lambda i, j: i - j, 64).nan_to_num(-1))
     assert torch.equal(found[64:], authors[64:])
-
-
-def test_texts_of_a_window_are_exact_otherwise() -> None:
-    assert SelfExtend(factor=2, window=24, exact=False).exact_length(ROPE) == 24
+    assert SelfExtend(factor=2, window=24, exact=False).exact_length(ROPE) == 24, (
+        "texts of a window are exact otherwise"
+    )
 
 
 @pytest.mark.parametrize("window", [48, 55, 56, 57, 60, 0.875, 0.95])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import math
-from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -17,6 +17,7 @@ from ctxext.methods.formulas import index_that_turns
 from ctxext.methods.ntk_by_parts import NTKByParts
 from ctxext.methods.yarn import YaRN
 from ctxext.spec import RopeSpec
+from tests.methods._thetas import thetas
 
 LLAMA_2 = RopeSpec(rotary_dim=128, base=1e4, trained_length=4096)
 
@@ -24,9 +25,7 @@ LLAMA_2 = RopeSpec(rotary_dim=128, base=1e4, trained_length=4096)
 @pytest.mark.parametrize("truncate", [True, False])
 @pytest.mark.parametrize(("fast", "slow"), [(32, 1), (16, 0.5)])
 @pytest.mark.parametrize("blend", ["frequency", "wavelength"])
-def test_index_ramp(
-    rope: RopeSpec, thetas: Callable[..., list], truncate: bool, fast: float, slow: float, blend: str
-) -> None:
+def test_index_ramp(rope: RopeSpec, truncate: bool, fast: float, slow: float, blend: str) -> None:
     # A pair i turns L b^(-2i/d) / 2pi times in the window, so the pair that turns n times is a logarithm to b^(2/d).
     step = rope.base ** (2 / rope.rotary_dim)
     first, last = (math.log(rope.trained_length / (2 * math.pi * turns), step) for turns in (fast, slow))
@@ -58,28 +57,18 @@ def test_deepseeks_two_weights_and_a_given_factor() -> None:
     assert YaRN(factor=40, attention_factor=1).attention_scale == 1
 
 
-STOCK_VARIANTS = [
-    {"beta_fast": 16, "beta_slow": 2},
-    {"truncate": False},
-    {"attention_factor": 1},
-    {"mscale": 0.707, "mscale_all_dim": 1},
-    {"ramp": "turns"},
-    {"blend": "wavelength"},
-    {"blend": "wavelength", "attention_factor": 1.5},
-    {"beta_fast": 1.05, "beta_slow": 1},
-    {"beta_fast": 600, "beta_slow": 64},
+STOCK_VARIANTS: list[dict[str, Any]] = [
+    *({"beta_fast": fast, "beta_slow": slow} for fast, slow in ((16, 2), (1.05, 1), (600, 64))),
+    *({"truncate": False}, {"attention_factor": 1}, {"mscale": 0.707, "mscale_all_dim": 1}, {"ramp": "turns"}),
+    *({"blend": "wavelength"}, {"blend": "wavelength", "attention_factor": 1.5}),
 ]
 
 
 def require_stock(rope: RopeSpec, method: YaRN, rope_type: str) -> None:
     """Hold frequencies and temperature to what stock transformers computes from the stored form."""
-    parameters = method.rope_parameters(rope)
+    parameters, target = json.loads(json.dumps(method.rope_parameters(rope))), 4 * rope.trained_length
     assert parameters["rope_type"] == rope_type
-    config = LlamaConfig(
-        head_dim=rope.rotary_dim,
-        max_position_embeddings=4 * rope.trained_length,
-        rope_parameters=json.loads(json.dumps(parameters)),
-    )
+    config = LlamaConfig(head_dim=rope.rotary_dim, max_position_embeddings=target, rope_parameters=parameters)
     inv_freq, scale = ROPE_INIT_FUNCTIONS[rope_type](config)
     expected = method.frequencies(rope, 7)
     torch.testing.assert_close(inv_freq.double(), expected.inv_freq, rtol=1e-5, atol=0)
@@ -113,12 +102,8 @@ def test_clamped_ends_and_divisors_are_those_of_stock_transformers(rope: RopeSpe
 
 
 def test_stock_form_has_no_key_that_is_a_default() -> None:
-    assert YaRN(factor=4).rope_parameters(LLAMA_2) == {
-        "rope_type": "yarn",
-        "rope_theta": 1e4,
-        "factor": 4.0,
-        "original_max_position_embeddings": 4096,
-    }
+    written = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 4096}
+    assert YaRN(factor=4).rope_parameters(LLAMA_2) == written
 
 
 def test_slow_threshold_beyond_the_fastest_frequency() -> None:
@@ -152,11 +137,8 @@ def test_a_divisor_of_its_own_is_the_factor_of_the_stock_form(rope: RopeSpec) ->
 @pytest.mark.parametrize(
     ("turns_of_pairs", "turns", "index"),
     [
-        ((64, 16, 2, 0.5), 32.0, 0.5),
+        *(((64, 16, 2, 0.5), turns, index) for turns, index in ((32.0, 0.5), (1.0, 2.5), (128.0, -0.5), (0.25, 3.5))),
         ((64, 16, 2, 0.5), 8.0, 1 + 1 / 3),  # 16 is twice 8, and 8 = 2^3 times 2
-        ((64, 16, 2, 0.5), 1.0, 2.5),
-        ((64, 16, 2, 0.5), 128.0, -0.5),
-        ((64, 16, 2, 0.5), 0.25, 3.5),
         ((64, 16, 32, 2), 8.0, 2 + 1 / 3),  # the first slow pair counts: the third is as the second
         ((4, 4, 4, 4), 2.0, 3.0),
     ],
