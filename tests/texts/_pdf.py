@@ -10,11 +10,8 @@ def pdf(*pages: str) -> bytes:
     for page in pages:
         drawn = f"BT /F 12 Tf 20 100 Td ({page}) Tj ET".encode() if page else b""
         objects.append(b"<</Length %d>>stream\n%s\nendstream" % (len(drawn), drawn))
-        content = len(objects)
-        objects.append(
-            b"<</Type/Page/Parent 2 0 R/MediaBox[0 0 200 200]/Resources<</Font<</F 3 0 R>>>>/Contents %d 0 R>>"
-            % content
-        )
+        made = b"<</Type/Page/Parent 2 0 R/MediaBox[0 0 200 200]/Resources<</Font<</F 3 0 R>>>>/Contents %d 0 R>>"
+        objects.append(made % len(objects))
         numbers.append(len(objects))
     kids = b" ".join(b"%d 0 R" % number for number in numbers)
     objects[1] = b"<</Type/Pages/Kids[%s]/Count %d>>" % (kids, len(pages))
@@ -23,8 +20,5 @@ def pdf(*pages: str) -> bytes:
         places.append(len(file))
         file += b"%d 0 obj%s endobj\n" % (number, content)
     table = b"".join(b"%010d 00000 n \n" % place for place in places)
-    return (
-        file
-        + b"xref\n0 %d\n0000000000 65535 f \n%s" % (len(places) + 1, table)
-        + b"trailer<</Size %d/Root 1 0 R>>\nstartxref\n%d\n%%%%EOF" % (len(places) + 1, len(file))
-    )
+    head = b"xref\n0 %d\n0000000000 65535 f \n%s" % (len(places) + 1, table)
+    return file + head + b"trailer<</Size %d/Root 1 0 R>>\nstartxref\n%d\n%%%%EOF" % (len(places) + 1, len(file))

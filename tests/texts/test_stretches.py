@@ -46,13 +46,10 @@ def test_of_a_single_document_other_stretches_judge() -> None:
     assert sum(map(len, parts)) == 900
 
 
-def test_texts_of_one_name_are_two_documents() -> None:
+def test_a_name_is_that_of_one_document() -> None:
+    """Texts of one name are two documents, also where a numbered name is another document's own."""
     found = split_texts([document("a", 150), document("a", 151)], tokens=101, seed=0)
     assert {found.choosing[0].document, found.held_out[0].document} == {"a (1)", "a (2)"}
-
-
-def test_a_name_is_that_of_one_document() -> None:
-    """Also where a numbered name is another document's own."""
     documents = [document(name, 150 + n) for n, name in enumerate(("a", "a", "a (1)", "a (1)", "a (2)", "b"))]
     found = split_texts(documents, tokens=101, seed=0)
     names = [one.document for one in (*found.choosing, *found.held_out)]
@@ -81,11 +78,7 @@ COPIES: dict[str, Callable[[list[str]], list[str]]] = {
 @pytest.mark.parametrize(("copy", "seed"), crossed(list(COPIES), range(3)))
 def test_what_is_chosen_on_is_not_judged_on(copy: str, seed: int) -> None:
     one, others = WORDS[:600], [WORDS[600 * n : 600 * (n + 1)] for n in range(1, 5)]
-    documents = [
-        written("copy", COPIES[copy](one)),
-        written("one", one),
-        *(written(str(n), o) for n, o in enumerate(others)),
-    ]
+    documents = [written("copy", COPIES[copy](one)), written("one", one), *map(written, "0123", others)]
     found = split_texts(documents, tokens=256, seed=seed, tokenizer=make_tokenizer(bos=True))
     parts = [{stretch.document for stretch in part} for part in (found.choosing, found.held_out)]
     places = [number for number, part in enumerate(parts) if part & {"one", "copy"}]

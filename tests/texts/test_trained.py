@@ -31,9 +31,11 @@ def trained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Trained:
         row = json.dumps({"text": f"A text of the {split} set.", "title": "Moby Dick"})
         (tmp_path / "books" / f"{split}.jsonl").write_text(row)
 
-    def make(*sources: str, split: str | None = None, folder: str = "merged") -> Path:
+    def make(*sources: str, split: str | None = None, folder: str = "merged", weights: bool = False) -> Path:
         place = tmp_path / "run" / folder
         place.mkdir(parents=True, exist_ok=True)
+        for name in ("config.json", "model.safetensors") if weights else ():
+            (place / name).write_text("{}" if name == "config.json" else "")
         (tmp_path / "run" / "run.json").write_text(json.dumps({"texts": record_of(sources, split)}))
         return place
 
@@ -82,17 +84,9 @@ def test_other_texts_are_measured(
     refuse_trained(str(place.parent.parent), [learned], learned_split)  # no run's own folder
 
 
-def test_a_file_of_another_program_says_nothing(trained: Trained) -> None:
-    place = trained("books", split="train")
-    (place.parent / "run.json").write_text('{"texts": 3}')
-    refuse_trained(str(place), ["books"], "train")
-
-
 @pytest.mark.parametrize("command", [["eval", "perplexity"], ["eval", "compare"], ["choose", "--target", "16"]])
 def test_commands_refuse_before_anything_is_loaded(command: list[str], trained: Trained) -> None:
-    place = trained("books", split="train")
-    (place / "config.json").write_text("{}")
-    (place / "model.safetensors").write_bytes(b"")
+    place = trained("books", split="train", weights=True)
     found = CliRunner().invoke(app, [*command, str(place), "--text", "books", "--split", "train"])
     assert "was trained on" in " ".join(found.output.split())
     assert found.exit_code == 1
@@ -136,20 +130,19 @@ def test_texts_of_the_runs_before_are_refused_too(trained: Trained, tmp_path: Pa
     refuse_trained(str(checkpoint), ["books/test.jsonl"], None)
 
 
-@pytest.mark.parametrize("content", ["{} // of an editor", "[1]", '{"texts": "none"}'])
-def test_settings_of_another_program_say_nothing(content: str, trained: Trained) -> None:
+@pytest.mark.parametrize("content", ["{} // of an editor", "[1]", '{"texts": "none"}', '{"texts": 3}'])
+@pytest.mark.parametrize("name", ["run.json", "settings.json"])
+def test_files_of_another_program_say_nothing(name: str, content: str, trained: Trained) -> None:
     place = trained("books", split="train")
     (place.parent / "run.json").unlink()
-    (place.parent / "settings.json").write_text(content)
+    (place.parent / name).write_text(content)
     refuse_trained(str(place), ["books"], "train")
 
 
 @pytest.mark.parametrize("study", [next_lines, second_model], ids=["next_lines", "second_model"])
 def test_studies_with_other_options_refuse_too(study: Any, trained: Trained) -> None:
     """Their text is one file, and they have no splits."""
-    place = trained("books/train.jsonl")
-    (place / "config.json").write_text("{}")
-    (place / "model.safetensors").write_bytes(b"")
+    place = trained("books/train.jsonl", weights=True)
     program = typer.Typer()
     program.command(cls=StrictCommand)(study.main)
     for text, said in (("train", "was trained on"), ("test", "merged")):  # the second has no weights
