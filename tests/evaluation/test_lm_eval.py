@@ -21,7 +21,6 @@ TRAINED, TEXT = 512, "".join(f"{i} rivers run, and the rain falls on {i * i % 97
 
 
 def read_by_harness(harness: Any) -> float:
-    """The log-probability of the text by lm-eval."""
     from lm_eval.api.instance import Instance
 
     request = Instance("loglikelihood_rolling", {"text": TEXT}, (TEXT,), 0)

@@ -43,22 +43,17 @@ def checkpoint(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast) -> C
     return Checkpoint("tiny", model, tokenizer)
 
 
-def quiet(_: str, __: float) -> None:
-    """Report nothing."""
-
-
-def find_key_tokens(evaluator: Checkpoint, texts: Corpus, *, progress: Step = quiet, **options: Any) -> KeyTokens:
-    search = prepare_search(evaluator, texts, **options)
-    search.measure(search.begin(), progress=progress)
-    return search.result()
-
-
-def run(
-    checkpoint: Checkpoint, texts: Corpus, keys: KeyTokens, *, progress: Step = quiet, **options: Any
-) -> LongPplResult:
-    survey = longppl.prepare(checkpoint, texts, keys, **options)
+def measured(survey: Any, progress: Step = lambda *_: None) -> Any:
     survey.measure(survey.begin(), progress=progress)
     return survey.result()
+
+
+def find_key_tokens(evaluator: Checkpoint, texts: Corpus, **options: Any) -> KeyTokens:
+    return measured(prepare_search(evaluator, texts, **options))
+
+
+def run(checkpoint: Checkpoint, texts: Corpus, keys: KeyTokens, **options: Any) -> LongPplResult:
+    return measured(longppl.prepare(checkpoint, texts, keys, **options))
 
 
 def corpus(tokenizer: PreTrainedTokenizerFast, length: int = 900) -> Corpus:
@@ -121,17 +116,17 @@ def test_longppl_by_hand(checkpoint: Checkpoint) -> None:
     model = checkpoint.model
     texts = corpus(checkpoint.tokenizer)
     steps: list[tuple[str, float]] = []
-    keys = find_key_tokens(checkpoint, texts, **LOOSE, progress=lambda *step: steps.append(step))
+    search = prepare_search(checkpoint, texts, **LOOSE)
+    keys = measured(search, lambda *step: steps.append(step))
     assert (keys.window, keys.searched) == (TRAINED, TRAINED - 96 + 1)
-    cost = sum(job.cost for job in prepare_search(checkpoint, texts, **LOOSE).jobs)
-    assert sum(done for _, done in steps) == pytest.approx(cost)
+    assert sum(done for _, done in steps) == pytest.approx(sum(job.cost for job in search.jobs))
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     steps.clear()
     methods = [ctxext.method("pi", factor=2), ctxext.method("dynamic_ntk", factor=2)]
-    found = run(checkpoint, texts, keys, lengths=[900], methods=methods, progress=lambda *step: steps.append(step))
+    survey = longppl.prepare(checkpoint, texts, keys, lengths=[900], methods=methods)
+    found = measured(survey, lambda *step: steps.append(step))
     assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
-    jobs = longppl.prepare(checkpoint, texts, keys, lengths=[900], methods=methods).jobs
-    assert sum(done for _, done in steps) == pytest.approx(sum(job.cost for job in jobs))
+    assert sum(done for _, done in steps) == pytest.approx(sum(job.cost for job in survey.jobs))
     truncations = [f"truncated {window}" for window in WINDOWS]
     names = ["unpatched", *truncations, "truncated", "pi x2", "dynamic_ntk x2"]
     assert [reading.name for reading in found.readings] == names
@@ -152,10 +147,8 @@ def test_longppl_by_hand(checkpoint: Checkpoint) -> None:
     for window in WINDOWS:
         whole = [truncated_loss(model, document.input_ids, window=window)[0] for document in texts.documents]
         cut[window] = torch.cat([losses[900 - keys.searched :] for losses in whole]).double().mean().item()
-        lost = [
-            torch.stack([losses[-1 - n] for n in reversed(passage.from_end)])
-            for losses, passage in zip(whole, keys.passages, strict=True)
-        ]
+        chosen = zip(whole, keys.passages, strict=True)
+        lost = [torch.stack([losses[-1 - n] for n in reversed(one.from_end)]) for losses, one in chosen]
         on_keys[window] = torch.cat(lost).double().mean().item()
         score = found.find(f"truncated {window}").scores[0]
         assert (score.key_loss, score.all_loss) == pytest.approx((on_keys[window], cut[window]), rel=1e-5)
@@ -169,10 +162,8 @@ def test_longppl_by_hand(checkpoint: Checkpoint) -> None:
             assert score.key_loss == pytest.approx(torch.cat(key).mean().item(), rel=1e-5)
             assert score.perplexity == pytest.approx(torch.cat(everything).double().mean().exp().item(), rel=1e-5)
             difference = score.versus_truncation
-            assert difference is not None
             assert difference.mean == pytest.approx(torch.cat(key).mean().item() - min(on_keys.values()), abs=1e-5)
             assert (difference.tokens, difference.over) == (keys.tokens, "blocks")
-            assert score.versus_truncation_all is not None
             assert score.versus_truncation_all.tokens == 2 * keys.searched
             assert score.versus_truncation_all.baselines == 4
             lost_all = torch.cat(everything).double().mean().item() - min(cut.values())
@@ -188,10 +179,8 @@ def test_longppl_by_hand(checkpoint: Checkpoint) -> None:
 def test_a_text_may_hold_no_key_token(checkpoint: Checkpoint, counts: tuple[int, int]) -> None:
     texts = corpus(checkpoint.tokenizer)
     keys = find_key_tokens(checkpoint, texts, window=300, **LOOSE)
-    passages = [
-        replace(passage, from_end=tuple(range(5, 5 + count)))
-        for passage, count in zip(keys.passages, counts, strict=True)
-    ]
+    cut = zip(keys.passages, counts, strict=True)
+    passages = [replace(passage, from_end=tuple(range(5, 5 + count))) for passage, count in cut]
     options = {"lengths": [900], "methods": [ctxext.method("pi", factor=2)]}
     result = run(checkpoint, texts, replace(keys, passages=tuple(passages)), **options)
     (extension,) = result.extensions
@@ -252,16 +241,13 @@ def test_finding_refuses(checkpoint: Checkpoint, change: dict[str, float], messa
 def test_measuring_refuses(checkpoint: Checkpoint, model: LlamaForCausalLM) -> None:
     texts = corpus(checkpoint.tokenizer)
     keys = find_key_tokens(checkpoint, texts, window=400, **LOOSE)
-    pi = ctxext.method("pi", factor=1.5)
+    pi, far = (ctxext.method("pi", factor=factor) for factor in (1.5, 8))
     for arguments, message in (
         ({"lengths": [900], "methods": [pi]}, r"900 tokens are more than the 768 that PI .*1\.5 reaches"),
         ({"lengths": [300], "methods": [pi]}, r"at least the 400 tokens in which .* found 300"),
         ({"lengths": [700], "methods": [pi, pi]}, "Give each method once; found pi x1.5, pi x1.5"),
         ({"lengths": [700]}, "Nothing is extended"),
-        (
-            {"lengths": [2000], "methods": [ctxext.method("pi", factor=8)]},
-            "'one' has 901 tokens; this length needs 2,001",
-        ),
+        ({"lengths": [2000], "methods": [far]}, "'one' has 901 tokens; this length needs 2,001"),
     ):
         with pytest.raises(InvalidParameterError, match=message):
             run(checkpoint, texts, keys, **arguments)  # type: ignore[arg-type]
@@ -304,10 +290,7 @@ def test_the_command(
     page = (tmp_path / "longppl.md").read_text(encoding="utf-8")
     assert f"{best.scores[-1].longppl:.2f} |" in page
 
-    def never(*_: object, **__: object) -> None:
-        raise AssertionError("key tokens were found before")
-
-    monkeypatch.setattr(longppl, "prepare_search", never)
+    monkeypatch.setattr(longppl, "prepare_search", lambda *_, **__: pytest.fail("key tokens were found before"))
     again = script(longppl.main, *given, "--json", code=0)
     printed = json.loads(again.stdout)["readings"]
     assert [one["scores"] for one in printed] == [one["scores"] for one in saved["readings"]]
@@ -323,28 +306,14 @@ def test_the_trained_length_that_is_given_is_that_of_the_truncations(checkpoint:
     texts = corpus(checkpoint.tokenizer)
     keys = find_key_tokens(checkpoint, texts, window=given, **LOOSE)
     methods = [ctxext.method("pi", factor=2)]
-    found = run(
-        checkpoint,
-        texts,
-        keys,
-        lengths=[TRAINED],
-        methods=methods,
-        trained_length=given,
-    )
+    found = run(checkpoint, texts, keys, lengths=[TRAINED], methods=methods, trained_length=given)
     windows = [reading.name for reading in found.readings if reading.name.startswith("truncated ")]
     assert windows == [f"truncated {given * part // 4}" for part in (1, 2, 3, 4)]
     assert found.provenance.trained_length == given
 
 
-@pytest.mark.parametrize("value", [math.nan, math.inf])
-def test_losses_that_are_no_numbers_are_refused_by_name(checkpoint: Checkpoint, value: float) -> None:
-    texts = corpus(checkpoint.tokenizer)
-    keys = find_key_tokens(checkpoint, texts, **LOOSE)
+def test_losses_that_are_no_numbers_are_refused_by_name(checkpoint: Checkpoint) -> None:
     with torch.no_grad():
-        checkpoint.model.model.layers[1].mlp.up_proj.weight[3, 3] = value
-    with pytest.raises(IncompatibleError, match=f"losses: tiny, which finds key tokens, {keys.passages[0].name}"):
-        find_key_tokens(checkpoint, texts, **LOOSE)
-    methods = [ctxext.method("pi", factor=2)]
-    keys = replace(keys, evaluator_sha256=checkpoint.sha256)
-    with pytest.raises(IncompatibleError, match=f"infinite losses: unpatched, {keys.passages[0].name}"):
-        run(checkpoint, texts, keys, lengths=[900], methods=methods)
+        checkpoint.model.model.layers[1].mlp.up_proj.weight[3, 3] = math.nan
+    with pytest.raises(IncompatibleError, match="losses: tiny, which finds key tokens, one"):
+        find_key_tokens(checkpoint, corpus(checkpoint.tokenizer), **LOOSE)

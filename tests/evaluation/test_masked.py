@@ -15,20 +15,8 @@ from transformers import BertModel
 
 import ctxext
 from ctxext.errors import CheckpointError, IncompatibleError, InvalidParameterError
-from ctxext.evaluation.masked import (
-    EVERY,
-    POSITION,
-    WHOLE,
-    MaskedReport,
-    MaskedText,
-    masked_jobs,
-    masked_losses,
-    masked_readers,
-    masked_report,
-    masked_sentences,
-    masked_texts,
-    tokens_needed,
-)
+from ctxext.evaluation import masked
+from ctxext.evaluation.masked import EVERY, WHOLE, MaskedReport, MaskedText, masked_losses, masked_readers, masked_texts
 from ctxext.measuring.checkpoint import Checkpoint, load_checkpoint
 from ctxext.measuring.provenance import provenance_of
 from ctxext.measuring.survey import Survey
@@ -49,7 +37,7 @@ MASK = 257
 def corpus(tokens: int, documents: int = 2) -> Corpus:
     letters = torch.randint(97, 123, (documents, 400), generator=torch.Generator().manual_seed(3)).tolist()
     texts = [Document(f"text {number}", "".join(map(chr, row))) for number, row in enumerate(letters)]
-    return corpus_of(texts, tokenizer(), tokens=tokens_needed(tokenizer(), tokens))
+    return corpus_of(texts, tokenizer(), tokens=masked.tokens_needed(tokenizer(), tokens))
 
 
 def texts_of(length: int, documents: int = 2, **options: Any) -> tuple[MaskedText, ...]:
@@ -61,10 +49,10 @@ def measured(model: Any, methods: Sequence[str] = (), documents: int = 2, **opti
     readers = masked_readers(checkpoint, methods=methods, **options)
     longest = max(length for reader in readers for length in reader.lengths)
     texts = corpus(longest, documents)
-    jobs = masked_jobs(readers, lambda n: masked_texts(checkpoint.tokenizer, texts, n, passes=2), checkpoint)
+    jobs = masked.masked_jobs(readers, lambda n: masked_texts(checkpoint.tokenizer, texts, n, passes=2), checkpoint)
     survey = Survey("test", checkpoint, jobs, corpus=texts)
     survey.measure(survey.begin())
-    return masked_report(survey, provenance_of(checkpoint, texts, seed=0), every=EVERY, passes=2)
+    return masked.masked_report(survey, provenance_of(checkpoint, texts, seed=0), every=EVERY, passes=2)
 
 
 def test_seven_passes_mask_every_token_of_a_text_once_and_nothing_else() -> None:
@@ -72,8 +60,8 @@ def test_seven_passes_mask_every_token_of_a_text_once_and_nothing_else() -> None
     assert text.length == 100
     assert text.input_ids[[0, -1]].tolist() == [256, tokenizer().sep_token_id]
     assert sorted(torch.cat(text.passes).tolist()) == list(range(1, 99))
-    for masked in text.passes:
-        assert set(masked.diff().tolist()) == {EVERY}
+    for positions in text.passes:
+        assert set(positions.diff().tolist()) == {EVERY}
 
 
 def test_texts_take_turns_and_the_seed_decides_the_order() -> None:
@@ -123,8 +111,8 @@ def test_losses_are_those_of_the_models_own_forward(kind: str, monkeypatch: pyte
     (text, _) = texts_of(130, passes=2)
     found = masked_losses(model, text)
     expected: dict[int, float] = {}
-    for masked in text.passes:
-        expected |= plain_losses(model, text, 1, 129, masked)
+    for positions in text.passes:
+        expected |= plain_losses(model, text, 1, 129, positions)
     assert (~found.isnan()).nonzero()[:, 0].tolist() == sorted(expected)
     for position, loss in expected.items():
         assert found[position].item() == pytest.approx(loss, abs=1e-4)
@@ -150,30 +138,22 @@ def test_the_report_compares_within_the_window_with_the_model_as_it_was_and_beyo
     assert names[:2] == [UNPATCHED, TRUNCATED]
     assert names[2:] == [*(f"truncated {n}" for n in (16, 32, 48, 64)), "hierarchical x4", "pi x4"]
     plain, best, kept, squeezed = (report.find(name) for name in (UNPATCHED, TRUNCATED, "hierarchical x4", "pi x4"))
-    assert plain is not None
-    assert best is not None
-    assert kept is not None
-    assert squeezed is not None
     assert plain.lengths == (TRAINED,)  # its table has no rows beyond
     (inside,) = kept.at(TRAINED, WHOLE)
     assert inside.loss == plain.at(TRAINED, WHOLE)[0].loss  # its first rows are the trained ones
-    assert inside.versus is not None
     assert inside.versus.mean == 0
     (other,) = squeezed.at(TRAINED, WHOLE)
-    assert other.versus is not None
     assert other.versus.mean == pytest.approx(other.loss - inside.loss, abs=1e-6)
-    for kind in (WHOLE, POSITION):
+    for kind in (WHOLE, masked.POSITION):
         for ours, theirs in zip(squeezed.at(4 * TRAINED, kind), best.at(4 * TRAINED, kind), strict=True):
             single = report.find(f"truncated {theirs.window}")
-            assert single is not None
             losses = {s.start: s.loss for s in single.at(4 * TRAINED, kind)}
             assert theirs.loss == losses[theirs.start]
-            assert ours.versus is not None
             assert ours.versus.mean == pytest.approx(ours.loss - theirs.loss, abs=1e-6)
             assert ours.versus.baselines == 4
             assert ours.versus.over == "blocks"
     whole = squeezed.at(4 * TRAINED, WHOLE)[0]
-    scores = squeezed.at(4 * TRAINED, POSITION)
+    scores = squeezed.at(4 * TRAINED, masked.POSITION)
     assert sum(score.tokens for score in scores) == whole.tokens
     mean = math.fsum(score.loss * score.tokens for score in scores) / whole.tokens
     assert mean == pytest.approx(whole.loss, abs=1e-6)
@@ -184,10 +164,7 @@ def test_of_enough_documents_each_weighs_the_same() -> None:
     """Documents have about as many masked tokens, so that the difference is near that of the losses, and not it."""
     report = measured(bert(), ["pi"], factors=[2.0], documents=6)
     reading, unextended = report.find("pi x2"), report.find(UNPATCHED)
-    assert reading is not None
-    assert unextended is not None
     (score,), (plain,) = reading.at(TRAINED, WHOLE), unextended.at(TRAINED, WHOLE)
-    assert score.versus is not None
     assert (score.versus.over, score.versus.units, score.versus.tokens) == ("documents", 6, score.tokens)
     assert score.versus.mean == pytest.approx(score.loss - plain.loss, rel=0.1)
 
@@ -196,7 +173,6 @@ def test_of_enough_documents_each_weighs_the_same() -> None:
 def test_a_rotary_encoder_is_read_beyond_its_window_unextended_as_a_control() -> None:
     report = measured(tiny("modernbert", vocab_size=260), ["yarn"], factors=[2.0], lengths=[128])
     plain = report.find(UNPATCHED)
-    assert plain is not None
     assert plain.lengths == (64, 128)
     assert plain.at(128, WHOLE)[0].versus is not None
 
@@ -205,7 +181,7 @@ def test_a_rotary_encoder_is_read_beyond_its_window_unextended_as_a_control() ->
 def test_a_report_is_read_as_it_was_written_and_says_what_it_found() -> None:
     report = measured(bert(), ["pi"], factors=[2.0])
     assert MaskedReport.from_dict(json.loads(json.dumps(report.to_dict()))) == report
-    told = masked_sentences(report)
+    told = masked.masked_sentences(report)
     assert told[0].startswith("Does PI \N{MULTIPLICATION SIGN}2 beat the best window around each masked token at 128")
     assert "on these texts" in told[0] or "not measurably" in told[0]
     assert "0.571 times on average, so that most are never" in told[-1]
@@ -277,9 +253,8 @@ def test_what_cannot_be_measured_is_refused() -> None:
         with pytest.raises(InvalidParameterError, match=says):
             texts_of(100, **options)
     for every, length in ((1000, 100), (99, 100), (7, 8)):
-        with pytest.raises(
-            InvalidParameterError, match=rf"Of {length} tokens, {length - 2} can be masked.*in {every}\."
-        ):
+        says = rf"Of {length} tokens, {length - 2} can be masked.*in {every}\."
+        with pytest.raises(InvalidParameterError, match=says):
             texts_of(length, every=every)
     assert [len(one.passes[0]) for one in texts_of(100, every=98)] == [1, 1]
     checkpoint = Checkpoint("tiny", bert(), tokenizer())

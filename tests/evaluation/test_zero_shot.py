@@ -16,10 +16,8 @@ from tests._programs import ROOT, ran
 def test_a_study_grows(model: LlamaForCausalLM, tmp_path: Path) -> None:
     save_with_tokenizer(model, tmp_path / "checkpoint")
     rainy(tmp_path, ["one", "two"])
-    arguments = [
-        str(ROOT / "scripts/studies/zero_shot.py"),
-        *["checkpoint", "-t", "one.txt", "-t", "two.txt", "-o", "study"],
-    ]
+    program = str(ROOT / "scripts/studies/zero_shot.py")
+    arguments = [program, "checkpoint", "-t", "one.txt", "-t", "two.txt", "-o", "study"]
     first = ran([*arguments, "-m", "self_extend", "--trials", "0"], tmp_path, code=0)
     assert "1 methods, 2 texts.\n12 jobs" in first.stdout
     more = ran([*arguments, "-m", "self_extend", "-m", "yarn", "--trials", "0"], tmp_path)

@@ -23,9 +23,8 @@ SCORES = HeadScores(
 
 def test_the_page_says_what_the_scores_say(tmp_path: Path) -> None:
     page = heads_page(SCORES)
-    assert page.parts[0] == (
-        "The best fifth, 2 of 10 key-value groups, pays 86% of all attention to what a text said before."
-    )
+    told = "The best fifth, 2 of 10 key-value groups, pays 86% of all attention to what a text said before."
+    assert page.parts[0] == told
     assert page.parts[1].rows == [
         ["1", "0", "1", "1", "0.900 ± 0.200", "0.900 ± 0.000", "0.900"],
         ["2", "3", "2", "9", "0.800 ± 0.000", "0.800 ± 0.200", "0.800"],

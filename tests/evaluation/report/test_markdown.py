@@ -12,17 +12,9 @@ from tests._names import NAMES, text_of
 @pytest.mark.parametrize("name", [*NAMES, "two\nlines", "- x", "!["])
 def test_markdown_shows_a_name_as_it_is(name: str) -> None:
     shown = " ".join(name.splitlines())
-    for page in (
-        f"# Of {escaped(name)}, all",
-        f"**{escaped(name)}**: x",
-        f"- x {escaped(name)}",
-        table([name], [[name]]),
-    ):
-        kinds = {
-            child.type
-            for token in MarkdownIt("commonmark").enable("table").parse(page)
-            for child in token.children or ()
-        }
+    parser, marked = MarkdownIt("commonmark").enable("table"), escaped(name)
+    for page in (f"# Of {marked}, all", f"**{marked}**: x", f"- x {marked}", table([name], [[name]])):
+        kinds = {child.type for token in parser.parse(page) for child in token.children or ()}
         assert kinds <= {"text", "text_special", "strong_open", "strong_close"}
         assert shown in text_of(page)
     assert shown in text_of(code(name))

@@ -23,13 +23,7 @@ from ctxext.errors import InvalidParameterError, UnknownNameError
 from ctxext.evaluation.report.retrieval import retrieval_page, retrieval_sentences
 from ctxext.evaluation.retrieval import TASK_NAMES, choices
 from ctxext.evaluation.retrieval.associations import KINDS
-from ctxext.evaluation.retrieval.choices import (
-    ChoicePrompt,
-    ChoiceTrial,
-    RetrievalReport,
-    RetrievalResult,
-    make_prompts,
-)
+from ctxext.evaluation.retrieval.choices import ChoicePrompt, ChoiceTrial, RetrievalReport, RetrievalResult
 from ctxext.measuring.checkpoint import Checkpoint
 from ctxext.measuring.forward import logits_of_answers
 from ctxext.measuring.provenance import provenance_of
@@ -48,20 +42,18 @@ STORY = "".join(f" Day {day}: the cart went {day % 7} miles. Why? Nobody knew." 
 def prompts() -> list[ChoicePrompt]:
     from tests._tokenizer import make_tokenizer
 
-    return make_prompts(make_tokenizer(bos=True), LENGTHS, samples=6)
+    return choices.make_prompts(make_tokenizer(bos=True), LENGTHS, samples=6)
 
 
+LEAST = r"A prompt for rounds needs at least \d+ tokens .* found length=200"
 Texts = Callable[[str], list[tuple[ChoicePrompt, str]]]
 
 
 @pytest.fixture
 def texts(prompts: list[ChoicePrompt]) -> Texts:
     """The prompts of a task, each with its text."""
-    return lambda task: [
-        (prompt, BYTES_AFTER_BOS.decode(prompt.text, skip_special_tokens=True))
-        for prompt in prompts
-        if prompt.task == task
-    ]
+    every = [(prompt, BYTES_AFTER_BOS.decode(prompt.text, skip_special_tokens=True)) for prompt in prompts]
+    return lambda task: [(prompt, text) for prompt, text in every if prompt.task == task]
 
 
 def test_a_prompt_has_exactly_its_length(prompts: list[ChoicePrompt]) -> None:
@@ -86,7 +78,7 @@ def test_the_same_questions_are_asked_at_every_length(prompts: list[ChoicePrompt
 
 def test_prompts_repeat_and_follow_their_seed(prompts: list[ChoicePrompt]) -> None:
     def identities(**given: Any) -> list[Any]:
-        made = make_prompts(BYTES_AFTER_BOS, [LENGTHS[0]], samples=2, **given)
+        made = choices.make_prompts(BYTES_AFTER_BOS, [LENGTHS[0]], samples=2, **given)
         return [prompt.identity for prompt in made]
 
     first = [prompt.identity for prompt in prompts if prompt.length == LENGTHS[0] and prompt.index < 2]
@@ -112,16 +104,14 @@ def test_rounds_are_answered_by_their_order(texts: Texts) -> None:
 def test_a_ledger_adds_up(texts: Texts) -> None:
     kinds = set()
     for prompt, text in texts("aggregate"):
-        entries = [
-            (name, int(number), good) for name, number, good in re.findall(r"Ledger: (\w+) sold (\d) (\w+)", text)
-        ]
+        read = re.findall(r"Ledger: (\w+) sold (\d) (\w+)", text)
+        entries = [(name, int(number), good) for name, number, good in read]
         for request, answer in zip(prompt.questions.requests, prompt.questions.answers, strict=True):
             if found := re.findall(r"number of entries of (\w+)", request):
                 expected = str(sum(name == found[0] for name, _, _ in entries))
             elif found := re.findall(r"Most of the (\w+) were sold by", request):
-                ((expected, most), (_, second)) = Counter(
-                    name for name, _, good in entries if good == found[0]
-                ).most_common()
+                counted = Counter(name for name, _, good in entries if good == found[0])
+                ((expected, most), (_, second)) = counted.most_common()
                 assert most > second
             else:
                 (found,) = re.findall(r"sum of all (\w+) that (\w+) sold", request)
@@ -177,7 +167,7 @@ def test_associations_are_hidden_and_asked(texts: Texts) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [2, 3, 8])
 def test_any_number_of_choices(number: int) -> None:
-    for prompt in make_prompts(BYTES_AFTER_BOS, [3000], samples=3, choices=number):
+    for prompt in choices.make_prompts(BYTES_AFTER_BOS, [3000], samples=3, choices=number):
         assert len(prompt.requests) == len(set(prompt.questions.answers)) == number
         assert len(set(prompt.questions.requests)) == number
 
@@ -189,33 +179,23 @@ def test_any_number_of_choices(number: int) -> None:
         ({"samples": 1}, InvalidParameterError, "found 1 lengths, 4 tasks, 1 samples and 4 choices"),
         ({"choices": 9}, InvalidParameterError, "2 to 8 choices"),
         ({"lengths": []}, InvalidParameterError, "found 0 lengths"),
-        (
-            {"lengths": [200]},
-            InvalidParameterError,
-            r"A prompt for rounds needs at least \d+ tokens .* found length=200",
-        ),
+        ({"lengths": [200]}, InvalidParameterError, LEAST),
     ],
 )
 def test_what_cannot_be_asked_is_refused(given: dict[str, Any], kind: type[Exception], says: str) -> None:
     with pytest.raises(kind, match=says):
-        make_prompts(BYTES_AFTER_BOS, **{"lengths": [1500]} | given)
+        choices.make_prompts(BYTES_AFTER_BOS, **{"lengths": [1500]} | given)
 
 
-METHODS: dict[str, dict[str, Any]] = {
-    "unpatched": {},
-    "yarn": {"factor": 2},
-    "dynamic_ntk": {"factor": 2},
-    "self_extend": {"factor": 2},
-    "dual_chunk": {"factor": 2},
-}
+METHODS = ["unpatched", "yarn", "dynamic_ntk", "self_extend", "dual_chunk"]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("method", METHODS)
 def test_answers_behind_a_cache_have_the_logits_of_a_whole_pass(model: LlamaForCausalLM, method: str) -> None:
     """Each request and answer read in one pass with the text, in the test; dynamic methods fit the longest."""
-    if METHODS[method]:
-        ctxext.patch(model, method, **METHODS[method])
+    if method != "unpatched":
+        ctxext.patch(model, method, factor=2)
     generator = torch.Generator().manual_seed(2)
     text, *parts = (torch.randint(0, 256, (size,), generator=generator) for size in (700, 5, 9, 1, 3))
     requests, answers = parts[:2], parts[2:]
@@ -294,11 +274,8 @@ def _preferring(answer: torch.Tensor, answers: list[torch.Tensor]) -> torch.Tens
 def result(scores: dict[int, list[float]], label: str = "yarn") -> RetrievalResult:
     """Two choices; a score of 100, 50 (one of two) or 0 for each text."""
     matrices = {100: [[0.0, 1.0], [1.0, 0.0]], 0: [[1.0, 0.0], [0.0, 1.0]]}
-    trials = [
-        trial(matrices[int(score)], length=length, index=index)
-        for length, of_length in scores.items()
-        for index, score in enumerate(of_length)
-    ]
+    every = [(length, *each) for length, of_length in scores.items() for each in enumerate(of_length)]
+    trials = [trial(matrices[int(score)], length=length, index=index) for length, index, score in every]
     return RetrievalResult(tuple(trials), label, label)
 
 
@@ -324,7 +301,6 @@ def test_the_page_shows_what_was_chosen(model: LlamaForCausalLM) -> None:
     assert RetrievalReport.from_dict(json.loads(json.dumps(report.to_dict()))) == report
     sentences = retrieval_sentences(report)
     difference = readings[2].only(length=1024).beyond(readings[1].only(length=1024))
-    assert difference is not None
     assert difference.mean == pytest.approx(100 * 4 / 6)
     assert sentences[0].startswith("yarn x2 at 1K tokens: 67% right, truncated 0%; difference +67 ± 21 points")
     assert "unpatched 12 of 24; truncated 12 of 24; yarn x2 12 of 24" in sentences[1]
@@ -341,32 +317,13 @@ ASKED += ["--task", "associations"]
 
 @pytest.mark.nightly
 @pytest.mark.filterwarnings("error::UserWarning:ctxext")
-def test_an_interrupted_command_goes_on_and_writes_the_same(
-    checkpoint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_command_writes_its_report(checkpoint: str, tmp_path: Path) -> None:
     outputs = [tmp_path / f"choices.{kind}" for kind in ("json", "md", "png")]
-    real, asked = choices.logits_of_answers, 0
-
-    def interrupted(*given: Any) -> Any:
-        nonlocal asked
-        asked += 1
-        if asked == 5:
-            raise KeyboardInterrupt
-        return real(*given)
-
-    monkeypatch.setattr(choices, "logits_of_answers", interrupted)
-    given = ["eval", "retrieval", checkpoint, *ASKED]
-    stopped = command(*given, *(part for path in outputs for part in ("-o", path)), code=130)
-    assert "Interrupted. 4 of 12 jobs are finished" in stopped.output
-    command(*given, *(part for path in outputs for part in ("-o", path)), code=0)
-    assert asked == 5 + 8
-    command(*given, "-o", tmp_path / "whole.json", code=0)
-    reports = [json.loads(path.read_text(encoding="utf-8")) for path in (outputs[0], tmp_path / "whole.json")]
-    read = [RetrievalReport.from_dict(report) for report in reports]
-    assert read[0].readings == read[1].readings
-    assert [reading.reading for reading in read[0].readings] == ["unpatched", "truncated", "yarn x4"]
-    assert read[0].base == 700
-    assert read[0].provenance.extensions["yarn x4"].method is not None
+    command("eval", "retrieval", checkpoint, *ASKED, *(part for path in outputs for part in ("-o", path)), code=0)
+    read = RetrievalReport.from_dict(json.loads(outputs[0].read_text(encoding="utf-8")))
+    assert [reading.reading for reading in read.readings] == ["unpatched", "truncated", "yarn x4"]
+    assert read.base == 700
+    assert read.provenance.extensions["yarn x4"].method is not None
     page = outputs[1].read_text(encoding="utf-8")
     assert "](choices.png)" in page
     assert "| last 512 |" in page
@@ -378,7 +335,6 @@ def test_readings_are_compared_over_the_same_texts() -> None:
     second = replace(first, trials=tuple(replace(each, index=each.index + 1) for each in first.trials))
     assert first.beyond(second) is None
     difference = first.beyond(result({512: [0.0, 0.0, 100.0]}), margin=True)
-    assert difference is not None
     assert difference.mean == pytest.approx((1.0 - -1.0) / 3)
 
 
@@ -419,9 +375,8 @@ def test_the_luck_of_a_reading_is_that_of_all_ways_to_deal_out_the_answers() -> 
 def test_guessing_has_an_effective_length_in_few_runs(number: int, samples: int) -> None:
     """In at most 2.5 percent, give or take what 400 runs leave open."""
     generator, runs = torch.Generator().manual_seed(0), 400
-    results = [
-        RetrievalResult(tuple(guessed(generator, number, index) for index in range(samples))) for _ in range(runs)
-    ]
+    made = [tuple(guessed(generator, number, index) for index in range(samples)) for _ in range(runs)]
+    results = [RetrievalResult(trials) for trials in made]
     effective = sum(found.effective_length(512) is not None for found in results)
     assert effective / runs < 0.025 + 3 * math.sqrt(0.025 * 0.975 / runs)
 
@@ -431,19 +386,15 @@ def test_eight_choices_are_dealt_out_without_trying_all_deals(number: int) -> No
     began = time.process_time()
     found = [guessed(torch.Generator().manual_seed(seed), number) for seed in range(3)]
     found.append(trial([[1.0] * number] * number))
-    found.append(
-        trial([[float(answer != 2) + answer * (asked < 2) for answer in range(number)] for asked in range(number)])
-    )
+    matrix = [[float(answer != 2) + answer * (asked < 2) for answer in range(number)] for asked in range(number)]
+    found.append(trial(matrix))
     chances = [each.by_chance for each in found]
     assert time.process_time() - began < 1
     for each, shares in zip(found, chances, strict=True):
-        deals = (
-            [sum(map(operator.eq, deal, each.chosen)) for deal in itertools.permutations(range(number))]
-            if number == 5
-            else [0]
-        )
+        if number == 5:
+            deals = [sum(map(operator.eq, deal, each.chosen)) for deal in itertools.permutations(range(number))]
+            assert shares == pytest.approx([deals.count(right) / len(deals) for right in range(len(shares))])
         assert sum(shares) == pytest.approx(1)
-        assert number == 8 or shares == pytest.approx([deals.count(right) / len(deals) for right in range(len(shares))])
         expected = (number - each.chosen.count(None)) / number
         assert sum(right * share for right, share in enumerate(shares)) == pytest.approx(expected)
 

@@ -72,7 +72,6 @@ class Words:
     """A tokenizer whose tokens are words."""
 
     def text_to_tokens(self, text: str) -> list[str]:
-        """Split at whitespace."""
         return text.split()
 
 
@@ -202,7 +201,6 @@ def case(task: str, size: int | None, prompt: str, answers: list[str]) -> dict[s
 
 
 def main() -> None:
-    """Write the golden file."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("checkout", type=Path, help="checkout or bare git directory of NVIDIA/RULER")
     checkout = parser.parse_args().checkout

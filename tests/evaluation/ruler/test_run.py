@@ -61,7 +61,6 @@ def test_the_least_length_is_named_and_right(name: str) -> None:
     with pytest.raises(InvalidParameterError, match=r"needs at least [\d,]+ tokens.*found.* 140\b") as caught:
         draw(task_for(name, 140), index=0, seed=1)
     found = re.search(r"at least ([\d,]+) tokens", str(caught.value))
-    assert found
     least = int(found[1].replace(",", ""))
     # The prompt of another length draws other words, which may be a few tokens shorter or longer.
     assert draw(task_for(name, least + 24), index=0, seed=1).size >= 1
@@ -127,7 +126,6 @@ def decode_by_hand(model: LlamaForCausalLM, prompt: list[int], steps: int) -> li
 
 
 def answered(model: LlamaForCausalLM, tokenizer: Any, *, samples: int = 10, **given: Any) -> RulerResult:
-    """Every prompt, asked."""
     prompts, chat = ruler_prompts(tokenizer, samples=samples, **given), bool(given.get("chat"))
     return RulerResult(tuple(ask(model, tokenizer, each.task, each.question(), chat=chat) for each in prompts))
 
@@ -190,10 +188,8 @@ def test_a_reply_out_of_nan_is_refused_and_scores_nothing() -> None:
     broken = trained_for(tiny("llama", vocab_size=257), 2048)
     with torch.no_grad():
         broken.lm_head.weight[7] = torch.nan
-    with pytest.raises(
-        IncompatibleError,
-        match=r"returned NaN or infinite losses: while it wrote .*another --dtype.*, or leave this method out\.$",
-    ):
+    said = r"returned NaN or infinite losses: while it wrote .*another --dtype.*, or leave this method out\.$"
+    with pytest.raises(IncompatibleError, match=said):
         answered(broken, BYTES_AFTER_BOS, lengths=[1024], tasks=["niah_single_1"], samples=1)
 
 
@@ -301,10 +297,7 @@ def test_other_merges_and_other_words_are_other_jobs(monkeypatch: pytest.MonkeyP
 def test_bad_input(
     long_model: LlamaForCausalLM, change: dict[str, object], message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def never(*_: object, **__: object) -> None:
-        raise AssertionError("asked before everything was checked")
-
-    monkeypatch.setattr(long_model, "generate", never)
+    monkeypatch.setattr(long_model, "generate", lambda *_, **__: pytest.fail("asked before everything was checked"))
     arguments: dict[str, object] = {"lengths": [1024], "tasks": ["niah_single_1"]} | change
     asked: Callable[..., object] = answered
     with pytest.raises(InvalidParameterError, match=message):
