@@ -35,20 +35,11 @@ TEMPLATE = (
 SILENT = "{% for message in messages %}{{ '<|user|>' + message.content }}{% endfor %}"
 
 # What a checkpoint's generation_config may say that changes no greedy answer.
-CHECKPOINT_SAYS: list[dict[str, Any]] = [
-    {"use_cache": False},
-    {"cache_implementation": "static"},
-    {"num_return_sequences": 2, "do_sample": True},
-    {"num_beams": 2},
-    {"return_dict_in_generate": True},
-    {"prompt_lookup_num_tokens": 3},
-    {"assistant_early_exit": 1},
-    {"use_mtp": True},
-    {"penalty_alpha": 0.6, "top_k": 4},
-    {"dola_layers": "low"},
-    {"token_healing": True},
-    {"output_attentions": True, "output_hidden_states": True},
-]
+SAYS = {"use_cache": False, "cache_implementation": "static", "num_beams": 2, "return_dict_in_generate": True}
+SAYS |= {"prompt_lookup_num_tokens": 3, "assistant_early_exit": 1, "use_mtp": True, "dola_layers": "low"}
+CHECKPOINT_SAYS: list[dict[str, Any]] = [{name: value} for name, value in SAYS.items()]
+CHECKPOINT_SAYS += [{"num_return_sequences": 2, "do_sample": True}, {"penalty_alpha": 0.6, "top_k": 4}]
+CHECKPOINT_SAYS += [{"token_healing": True}, {"output_attentions": True, "output_hidden_states": True}]
 
 
 def letters(template: str = TEMPLATE) -> PreTrainedTokenizerFast:
@@ -72,14 +63,12 @@ def bytewise(template: str = TEMPLATE) -> PreTrainedTokenizerFast:
 def in_pieces(template: str = TEMPLATE) -> PreTrainedTokenizerFast:
     """A tokenizer like SentencePiece's: a space belongs to the word behind it, and unknown letters are bytes."""
     words = ["▁", *(space + letter for letter in "abc" for space in ("▁", ""))]
-    names = {
-        name: number for number, name in enumerate([*SPECIAL, *(f"<0x{byte:02X}>" for byte in range(256)), *words])
-    }
+    pieces = [*SPECIAL, *(f"<0x{byte:02X}>" for byte in range(256)), *words]
+    names = {name: number for number, name in enumerate(pieces)}
     inner = Tokenizer(models.BPE(vocab=names, merges=[("▁", letter) for letter in "abc"], byte_fallback=True))
     inner.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
-    inner.decoder = decoders.Sequence(
-        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
-    )
+    steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    inner.decoder = decoders.Sequence(steps)
     return _finished(inner, template)
 
 
@@ -114,9 +103,8 @@ def tiny(tokenizer: Any) -> Any:
     return LlamaForCausalLM(config).eval()
 
 
-takes_graphs = pytest.mark.skipif(
-    not hasattr(StaticLayer, "crop"), reason="this version of transformers cannot take back a cache of a fixed size"
-)
+NO_CROP = "this version of transformers cannot take back a cache of a fixed size"
+takes_graphs = pytest.mark.skipif(not hasattr(StaticLayer, "crop"), reason=NO_CROP)
 
 
 def in_eager_graphs() -> dict[str, Any]:
@@ -170,12 +158,10 @@ class Asking:
         return [joined[index] for index in sorted(joined)]
 
     def text(self, path: str = TEXT, **body: Any) -> str:
-        """The text of the only answer."""
         (choice,) = self.choices(path, **body)
         return str(choice["text"] if "text" in choice else choice["message"]["content"])
 
     def refused(self, path: str = TEXT, **body: Any) -> str:
-        """The sentence by which a request is refused."""
         status, answer = self.raw(path, body)
         assert status == 400, (status, answer, body)
         assert answer["error"]["type"] == "invalid_request_error"
@@ -184,16 +170,16 @@ class Asking:
 
 @contextmanager
 def asking(
-    tokenizer: Any, *, together: bool, window: int = 900, cached: int = 1024, says: dict[str, Any] | None = None
+    tokenizer: Any, *, together: bool, cached: int = 1024, says: dict[str, Any] | None = None, model: Any = None
 ) -> Iterator[Asking]:
-    """Serve a tiny model that is not extended, in turn or in continuous batches; ``says`` is its generation_config."""
+    """Serve a model, a tiny one unless another is given, in turn or in batches; ``says`` is its generation_config."""
     from starlette.testclient import TestClient
 
     from ctxext.serving.server import application
 
-    model = tiny(tokenizer)
+    model = tiny(tokenizer) if model is None else model
     vars(model.generation_config).update(says or {})
-    served = Served("tiny", Checkpoint("tiny", model, tokenizer), window, {})
+    served = Served("tiny", Checkpoint("tiny", model, tokenizer), 900, {})
     app: Any = application(served, continuous_batching=together, cached_tokens=cached if together else None)
     with TestClient(app, base_url="http://127.0.0.1:8000", raise_server_exceptions=False) as client:
         yield Asking(client, tiny(tokenizer), tokenizer)

@@ -53,7 +53,6 @@ class Running(Reached):
 
     @property
     def said(self) -> str:
-        """All that it wrote."""
         return self.log.read_text("utf-8")
 
     @property
@@ -72,7 +71,6 @@ class Running(Reached):
 
 @contextlib.contextmanager
 def answering(served: Served, **more: Any) -> Iterator[Reached]:
-    """Serve in this process."""
     listening = socket.create_server(("127.0.0.1", 0))
     server = uvicorn.Server(uvicorn.Config(application(served, **more), log_level="warning"))
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]})
@@ -92,12 +90,8 @@ def running(
     log = checkpoint.parent / f"{checkpoint.name}-{time.monotonic_ns()}.log"
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
     with log.open("wb") as out:
-        process = subprocess.Popen(
-            [sys.executable, *program, "serve", str(checkpoint), *flags],
-            env=environment,
-            stdout=out,
-            stderr=subprocess.STDOUT,
-        )
+        words = [sys.executable, *program, "serve", str(checkpoint), *flags]
+        process = subprocess.Popen(words, env=environment, stdout=out, stderr=subprocess.STDOUT)
     try:
         deadline = time.monotonic() + 120
         while "startup complete" not in log.read_text("utf-8"):

@@ -23,23 +23,8 @@ from ctxext.caches.records import PAGED_IN_LAYERS
 from ctxext.errors import IncompatibleError
 from ctxext.serving.answers import AnswerText, TokenText
 from ctxext.serving.server import require_batches
-from tests.serving._asking import (
-    CHAT,
-    CHECKPOINT_SAYS,
-    RESPONSES,
-    SILENT,
-    SPECIAL,
-    TEMPLATE,
-    TEXT,
-    Asking,
-    asking,
-    bytewise,
-    in_pieces,
-    letters,
-    say,
-    say_as_qwen,
-    tiny,
-)
+from tests.serving import _asking
+from tests.serving._asking import CHAT, RESPONSES, TEXT, Asking, asking, letters, say, tiny
 from tests.texts._conversations import PARTS
 
 PROMPT = "once upon a time"
@@ -47,21 +32,9 @@ HI: Any = [{"role": "user", "content": "hi"}]
 pytestmark = pytest.mark.slow
 BATCHES = pytest.param(True, marks=pytest.mark.skipif(not PAGED_IN_LAYERS, reason="batches need transformers 5.24"))
 SEVEN: dict[str, Any] = {"prompt": PROMPT, "max_tokens": 12, "temperature": 1, "seed": 7, "logit_bias": {"1": -100}}
-TOOLS: list[dict[str, Any]] = [
-    {
-        "type": "function",
-        "function": {
-            "name": name,
-            "parameters": {
-                "type": "object",
-                "properties": {"city": {"enum": ["Bonn", "Ulm"]}},
-                "required": ["city"],
-                "additionalProperties": False,
-            },
-        },
-    }
-    for name in ("weather", "time")
-]
+CITY: dict[str, Any] = {"type": "object", "properties": {"city": {"enum": ["Bonn", "Ulm"]}}, "required": ["city"]}
+CITY["additionalProperties"] = False
+TOOLS = [{"type": "function", "function": {"name": name, "parameters": CITY}} for name in ("weather", "time")]
 
 
 @pytest.fixture(scope="module", params=[False, BATCHES], ids=["in turn", "together"])
@@ -74,7 +47,7 @@ def server(request: pytest.FixtureRequest) -> Iterator[Asking]:
 @pytest.fixture(scope="module")
 def of_bytes() -> Iterator[Asking]:
     """A server of a model that writes bytes."""
-    with asking(bytewise(), together=False) as started:
+    with asking(_asking.bytewise(), together=False) as started:
         yield started
 
 
@@ -92,7 +65,7 @@ def brute(server: Asking, prompt: str, count: int, added: Any) -> tuple[list[int
 
 
 @pytest.mark.parametrize("together", [False, BATCHES])
-@pytest.mark.parametrize("says", CHECKPOINT_SAYS, ids=lambda says: next(iter(says)))
+@pytest.mark.parametrize("says", _asking.CHECKPOINT_SAYS, ids=lambda says: next(iter(says)))
 def test_what_the_checkpoint_says_of_generating_changes_no_answer(says: dict[str, Any], together: bool) -> None:
     with asking(letters(), together=together, says=says) as server:
         [choice] = server.choices(**SEVEN)
@@ -271,7 +244,7 @@ def test_offsets_of_an_echoed_prompt_point_into_the_text(of_bytes: Asking, promp
     (choice,) = of_bytes.choices(**asked)
     text, told = choice["text"], choice["logprobs"]
     for token, start in zip(told["tokens"], told["text_offset"], strict=True):
-        assert text.startswith(token, start) or token in SPECIAL or "\ufffd" in token, (token, start, text)
+        assert text.startswith(token, start) or token in _asking.SPECIAL or "\ufffd" in token, (token, start, text)
     assert told["text_offset"] == sorted(told["text_offset"])
     assert max(told["text_offset"]) <= len(text)
     (streamed,) = of_bytes.choices(**asked, stream=True)
@@ -293,14 +266,13 @@ def test_usage_is_streamed_where_it_is_asked_for(server: Asking, path: str) -> N
     _, events = server.raw(path, body)
     assert events[-1] == "[DONE]"
     assert all("usage" not in event and len(event["choices"]) == 1 for event in events[:-1])
-    _, events = server.raw(path, body | {"stream_options": {"include_usage": True}})
+    asked = {"stream_options": {"include_usage": True}}
+    _, events = server.raw(path, body | asked)
     *parts, last, done = events
     assert done == "[DONE]"
     assert (last["choices"], last["usage"]["completion_tokens"]) == ([], 3)
     assert all(part["usage"] is None for part in parts)
-    assert "stream_options" in server.refused(
-        path, **body | {"stream": False, "stream_options": {"include_usage": True}}
-    )
+    assert "stream_options" in server.refused(path, **body | asked | {"stream": False})
 
 
 def test_tokens_that_end_an_answer_and_the_fewest_before_it(server: Asking) -> None:
@@ -315,14 +287,13 @@ def test_tokens_that_end_an_answer_and_the_fewest_before_it(server: Asking) -> N
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_no_stop_sequence_is_looked_for_before_the_fewest_tokens(server: Asking, stream: bool) -> None:
-    asked = SEVEN | {"stream": stream, "logit_bias": {str(hidden): -100 for hidden in range(len(SPECIAL))}}
+    asked = SEVEN | {"stream": stream, "logit_bias": {str(hidden): -100 for hidden in range(len(_asking.SPECIAL))}}
     whole = server.text(**asked)
     for at, width, least in ((2, 2, 4), (2, 2, 5), (2, 3, 4), (3, 1, 12), (6, 5, 7)):
         stop = whole[at : at + width]
         ends = [n for n in range(len(whole)) if whole.startswith(stop, n) and n + width >= least]
-        assert (
-            server.text(**asked, stop=[stop, "nowhere at all"], min_tokens=least) == whole[: ends[0] if ends else None]
-        )
+        expected = whole[: ends[0]] if ends else whole
+        assert server.text(**asked, stop=[stop, "nowhere at all"], min_tokens=least) == expected
 
 
 @pytest.mark.skipif(not PAGED_IN_LAYERS, reason="batches need transformers 5.24")
@@ -339,9 +310,8 @@ def test_no_stop_sequence_is_looked_for_before_the_fewest_tokens(server: Asking,
 def test_what_batches_cannot_do_of_the_checkpoints_settings_is_refused(says: dict[str, Any], named: str | None) -> None:
     how = contextlib.nullcontext() if named is None else pytest.raises(IncompatibleError, match=named)
     with how, asking(letters(), together=True, says=says) as server:
-        assert server.text(
-            prompt="x", max_tokens=1, temperature=0, logit_bias={"7": 100, "9": 50}
-        ) == server.tokenizer.decode(9)
+        answer = server.text(prompt="x", max_tokens=1, temperature=0, logit_bias={"7": 100, "9": 50})
+        assert answer == server.tokenizer.decode(9)
 
 
 @pytest.mark.skipif(not PAGED_IN_LAYERS, reason="batches need transformers 5.24")
@@ -356,8 +326,8 @@ def test_a_request_that_batches_have_no_room_for_is_refused_and_stops_no_other()
 @pytest.mark.parametrize("together", [False, BATCHES])
 def test_invalid_bytes_of_byte_tokens_end_no_answer(together: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """They change how bytes before them are read, which were given out."""
-    ids = in_pieces().convert_tokens_to_ids
-    with asking(in_pieces(), together=together) as server:
+    ids = _asking.in_pieces().convert_tokens_to_ids
+    with asking(_asking.in_pieces(), together=together) as server:
         for pieces, text in (
             ("<0xC3> <0xA9> <0xFF> a ▁b", "é\ufffda b"),
             ("<0xC3> <0xA9> <0xFF>", "é\ufffd"),
@@ -377,10 +347,10 @@ def test_invalid_bytes_of_byte_tokens_end_no_answer(together: bool, monkeypatch:
 
 
 def test_an_answer_keeps_the_space_behind_its_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
-    ids = in_pieces().convert_tokens_to_ids
+    ids = _asking.in_pieces().convert_tokens_to_ids
     say(monkeypatch, [*ids(["▁c", "▁c"]), 1])
     half = ids(["▁a", "<0xC3>"])
-    with asking(in_pieces(), together=False) as server:
+    with asking(_asking.in_pieces(), together=False) as server:
         assert server.text(prompt="a b" * 9) == server.text(prompt=["a b"]) == " c c"
         assert server.text(prompt="a b", echo=True) == "a b c c"
         (choice,) = server.choices(prompt="a b", echo=True, logprobs=0)
@@ -431,7 +401,7 @@ def test_a_template_that_goes_over_the_parts_of_a_content_writes_what_is_said() 
 
 
 def test_what_a_template_does_not_show_is_refused() -> None:
-    with asking(letters(SILENT), together=False) as server:
+    with asking(letters(_asking.SILENT), together=False) as server:
         asked = {"messages": HI, "max_tokens": 1}
         named = {"type": "function", "function": {"name": "time"}}
         for choice in (None, "auto", "required", named):
@@ -444,12 +414,8 @@ def test_what_a_template_does_not_show_is_refused() -> None:
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_json_schema_is_kept(of_bytes: Asking, stream: bool) -> None:
     pytest.importorskip("llguidance", reason="forced formats need llguidance")
-    schema = {
-        "type": "object",
-        "properties": {"city": {"enum": ["Bonn", "Ulm"]}, "count": {"type": "integer", "minimum": 1, "maximum": 99}},
-        "required": ["city", "count"],
-        "additionalProperties": False,
-    }
+    count = {"type": "integer", "minimum": 1, "maximum": 99}
+    schema = CITY | {"properties": CITY["properties"] | {"count": count}, "required": ["city", "count"]}
     asked: dict[str, Any] = {"messages": HI, "temperature": 1, "seed": 2, "max_tokens": 99, "stream": stream}
     named = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema, "strict": True}}
     (choice,) = of_bytes.choices(CHAT, **asked, response_format=named)
@@ -561,19 +527,11 @@ def test_an_error_inside_a_stream_is_json_and_ends_no_other_answer(
 
 
 @pytest.mark.parametrize("together", [False, BATCHES])
-def test_a_token_that_the_model_lacks_is_refused_and_stops_no_other(
-    together: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_token_that_the_model_lacks_is_refused_and_stops_no_other(together: bool) -> None:
     """Of a text as of ids: a tokenizer may have more tokens than its model, such as Gemma 3's."""
-
-    def smaller(tokenizer: Any) -> Any:
-        made = tiny(tokenizer)
-        made.resize_token_embeddings(len(tokenizer) - 1)
-        return made
-
-    monkeypatch.setattr("tests.serving._asking.tiny", smaller)
-    with asking(letters(), together=together) as server:
-        last = len(server.tokenizer) - 1
+    smaller, last = tiny(letters()), len(letters()) - 1
+    smaller.resize_token_embeddings(last)
+    with asking(letters(), together=together, model=smaller) as server:
         for path, body in ((TEXT, {"prompt": "a ~"}), (CHAT, {"messages": [{"role": "user", "content": "~"}]})):
             status, answer = server.raw(path, body | {"max_tokens": 3})
             said = f"The prompt has token {last}, and the model knows {last} tokens."
@@ -581,53 +539,50 @@ def test_a_token_that_the_model_lacks_is_refused_and_stops_no_other(
         assert len(server.text(prompt="a", max_tokens=3)) > 0
 
 
-def test_positions_that_follow_the_length_are_those_of_each_request(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_positions_that_follow_the_length_are_those_of_each_request() -> None:
     """Transformers keeps the frequencies of the longest text so far, and those of a batch are shared by its rows."""
-
-    def dynamic(tokenizer: Any) -> Any:
-        config = tiny(tokenizer).config
-        config.rope_parameters = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 8.0}
-        config.max_position_embeddings = 64
-        torch.manual_seed(0)
-        return LlamaForCausalLM(config).eval()
-
-    monkeypatch.setattr("tests.serving._asking.tiny", dynamic)
+    config = tiny(letters()).config
+    config.rope_parameters = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 8.0}
+    config.max_position_embeddings = 64
+    torch.manual_seed(0)
+    dynamic = LlamaForCausalLM(config).eval()
     asked: dict[str, Any] = {"prompt": "once upon a time " * 6, "max_tokens": 12, "temperature": 0}
-    with asking(letters(), together=False) as server:
+    with asking(letters(), together=False, model=dynamic) as server:
         alone = server.text(**asked)
         assert server.text(prompt="there was a king " * 40, max_tokens=2)
         assert server.text(**asked) == alone
     with pytest.raises(IncompatibleError, match=r"positions of this llama follow .* Leave out --continuous-batching"):
-        require_batches(dynamic(letters()))
+        require_batches(dynamic)
 
 
 @pytest.mark.parametrize("kind", ["PromptTuning", "PrefixTuning"])
 def test_batches_without_an_adapters_virtual_tokens_are_refused(kind: str) -> None:
     config = getattr(peft, f"{kind}Config")(task_type="CAUSAL_LM", num_virtual_tokens=3)
-    with pytest.raises(
-        IncompatibleError, match=r"puts virtual tokens before each text.* Leave out --continuous-batching"
-    ):
+    said = r"puts virtual tokens before each text.* Leave out --continuous-batching"
+    with pytest.raises(IncompatibleError, match=said):
         require_batches(peft.get_peft_model(tiny(letters()), config))
 
 
 @pytest.mark.parametrize("together", [False, BATCHES])
-def test_an_answer_out_of_nan_is_an_error(together: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_answer_out_of_nan_is_an_error(together: bool) -> None:
     """Greedy decoding would take the first token of all for the likeliest."""
+    broken = tiny(letters())
+    broken.get_output_embeddings().weight.data[9] = torch.nan
+    with asking(letters(), together=together, model=broken) as server:
+        for temperature in (0, 1):
+            status, answer = server.raw(TEXT, {"prompt": "x", "max_tokens": 3, "temperature": temperature})
+            assert status == 500
+            assert "The model gives NaN. Serve it in another --dtype" in answer["error"]["message"]
 
-    def broken(tokenizer: Any) -> Any:
-        made = tiny(tokenizer)
-        with torch.no_grad():
-            made.get_output_embeddings().weight[9] = torch.nan
-        return made
 
-    monkeypatch.setattr("tests.serving._asking.tiny", broken)
-    with asking(letters(), together=together) as server:
-        for greedy in (0, 1):
-            status, answer = server.raw(TEXT, {"prompt": "x", "max_tokens": 3, "temperature": greedy})
-            assert (status, "The model gives NaN. Serve it in another --dtype" in answer["error"]["message"]) == (
-                500,
-                True,
-            )
+def said_by(server: Asking, asked: dict[str, Any]) -> tuple[str, str, list[Any], str]:
+    """Reasoning, words and calls of tools in the answer of a chat, streamed or not, and how it ends."""
+    _, answer = server.raw(CHAT, asked)
+    parts = [event["choices"][0] for event in answer[:-1]] if asked["stream"] else answer["choices"]
+    spoken = [part["delta" if asked["stream"] else "message"] for part in parts]
+    reasoning, words = ("".join(part.get(kind) or "" for part in spoken) for kind in ("reasoning_content", "content"))
+    called = [call for part in spoken for call in part.get("tool_calls") or ()]
+    return reasoning, words, called, parts[-1]["finish_reason"]
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -638,20 +593,13 @@ def test_reasoning_and_calls_of_tools_are_found_in_the_text(
     """In the form of Qwen 3, whose template transformers knows; the model is made to say it."""
     call = '<tool_call>\n{"name": "f", "arguments": {"x": 1}}\n</tool_call>\n'
     text = f"<think>\nwhy\n</think>\n\nwell, then{call}{call.replace('1', '2')}"
-    say_as_qwen(monkeypatch, [*of_bytes.tokenizer(text).input_ids, 1])
+    _asking.say_as_qwen(monkeypatch, [*of_bytes.tokenizer(text).input_ids, 1])
     asked: dict[str, Any] = {"messages": HI, "tools": TOOLS, "stream": stream}
-    _, answer = of_bytes.raw(CHAT, asked)
-    parts = [event["choices"][0] for event in answer[:-1]] if stream else answer["choices"]
-    spoken = [part["delta" if stream else "message"] for part in parts]
-    assert "".join(part.get("reasoning_content") or "" for part in spoken).strip() == "why"
-    assert "".join(part.get("content") or "" for part in spoken).strip() == "well, then"
-    called = [call for part in spoken for call in part.get("tool_calls") or ()]
+    reasoning, words, called, end = said_by(of_bytes, asked)
+    assert (reasoning.strip(), words.strip(), end) == ("why", "well, then", "tool_calls")
     assert [json.loads(call["function"]["arguments"]) for call in called] == [{"x": 1}, {"x": 2}]
     assert [call.get("index") for call in called] == ([0, 1] if stream else [None, None])
-    assert parts[-1]["finish_reason"] == "tool_calls"
-    _, answer = of_bytes.raw(CHAT, asked | {"stop": "l, t"})
-    parts = [event["choices"][0] for event in answer[:-1]] if stream else answer["choices"]
-    assert "".join(part["delta" if stream else "message"].get("content") or "" for part in parts).strip() == "wel"
+    assert said_by(of_bytes, asked | {"stop": "l, t"})[1].strip() == "wel"
     _, answer = of_bytes.raw(RESPONSES, {"input": "hi", "tools": TOOLS, "stream": stream})
     output = answer[-1]["response"]["output"] if stream else answer["output"]
     assert [item["type"] for item in output] == ["reasoning", "message", "function_call", "function_call"]
@@ -673,16 +621,13 @@ def test_a_call_that_is_none_is_words(of_bytes: Asking, monkeypatch: pytest.Monk
     good = '<tool_call>{"name": "f", "arguments": {"x": 1}}</tool_call>'
     text = f"well{call}" + f"then{good}" * call.endswith("</tool_call>")
     said = of_bytes.tokenizer(text).input_ids
-    say_as_qwen(monkeypatch, [*said, 1])
+    _asking.say_as_qwen(monkeypatch, [*said, 1])
     for stream in (False, True):
         asked = {"messages": HI, "stream": stream, "max_tokens": len(said) + (end == "stop")}
-        _, answer = of_bytes.raw(CHAT, asked)
-        parts = [event["choices"][0] for event in answer[:-1]] if stream else answer["choices"]
-        spoken = [part["delta" if stream else "message"] for part in parts]
-        assert "".join(part.get("content") or "" for part in spoken) == text.removesuffix(good)
-        called = [call["function"]["name"] for part in spoken for call in part.get("tool_calls") or ()]
-        assert called == ["f"] * text.endswith(good)
-        assert parts[-1]["finish_reason"] == ("tool_calls" if called else end)
+        _, words, called, reason = said_by(of_bytes, asked)
+        assert words == text.removesuffix(good)
+        assert [call["function"]["name"] for call in called] == ["f"] * text.endswith(good)
+        assert reason == ("tool_calls" if called else end)
 
 
 @pytest.mark.parametrize(
@@ -701,7 +646,7 @@ def test_each_item_of_a_response_has_its_own_id_place_and_text(
     of_bytes: Asking, monkeypatch: pytest.MonkeyPatch, text: str, items: list[str]
 ) -> None:
     said = text.replace("{call}", '<tool_call>{"name": "f", "arguments": {}}</tool_call>')
-    say_as_qwen(monkeypatch, [*of_bytes.tokenizer(said).input_ids, 1])
+    _asking.say_as_qwen(monkeypatch, [*of_bytes.tokenizer(said).input_ids, 1])
     _, events = of_bytes.raw(RESPONSES, {"input": "hi", "tools": TOOLS, "stream": True})
     state: Any = ResponseStreamState(input_tools=openai.NOT_GIVEN, text_format=openai.NOT_GIVEN)
     for event in events:  # as OpenAI's client puts them together
@@ -717,15 +662,15 @@ def test_each_item_of_a_response_has_its_own_id_place_and_text(
 
 
 def test_a_template_is_read_as_it_is_applied_or_refused() -> None:
-    named: Any = {"default": SILENT, "tool_use": TEMPLATE}
+    named: Any = {"default": _asking.SILENT, "tool_use": _asking.TEMPLATE}
     for template, asked, named_in in (
         (named, {"reasoning_effort": "low"}, "reasoning_effort"),
         (named, {}, None),
         (named, {"tools": TOOLS}, None),
-        ({"tool_use": TEMPLATE}, {}, "template"),
+        ({"tool_use": _asking.TEMPLATE}, {}, "template"),
         ("{% if %}", {}, "template"),
     ):
-        with asking(bytewise(template), together=False) as server:
+        with asking(_asking.bytewise(template), together=False) as server:
             if named_in is None:
                 assert server.raw(CHAT, {"messages": HI, "max_tokens": 1, **asked})[0] == 200
             else:

@@ -68,10 +68,8 @@ def test_the_image_starts_the_server_on_the_port_that_it_publishes() -> None:
 
 
 def test_compose_serves_with_a_key_from_a_folder_that_is_mounted() -> None:
-    assert {name: service["profiles"] for name, service in COMPOSE["services"].items()} == {
-        "cpu": ["cpu"],
-        "cuda": ["cuda"],
-    }
+    profiles = {name: service["profiles"] for name, service in COMPOSE["services"].items()}
+    assert profiles == {"cpu": ["cpu"], "cuda": ["cuda"]}
     assert "deploy" not in COMPOSE["services"]["cpu"]
     (device,) = COMPOSE["services"]["cuda"]["deploy"]["resources"]["reservations"]["devices"]
     assert device["capabilities"] == ["gpu"]

@@ -51,13 +51,9 @@ def mixtral() -> MixtralForCausalLM:
     """A model of a type whose class in mlx-lm reads the base and no scaling."""
     config = MixtralConfig(
         **{name: getattr(llama().config, name) for name in ("vocab_size", "num_hidden_layers", "rope_parameters")},
-        **{"bos_token_id": 256, "eos_token_id": None, "pad_token_id": 0},
-        hidden_size=64,
-        intermediate_size=64,
-        num_attention_heads=4,
-        num_key_value_heads=2,
+        **{"bos_token_id": 256, "eos_token_id": None, "pad_token_id": 0, "initializer_range": 0.25},
+        **{"hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2},
         num_local_experts=2,
-        initializer_range=0.25,
     )
     torch.manual_seed(0)
     return trained_for(MixtralForCausalLM(config).eval(), TRAINED)

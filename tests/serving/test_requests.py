@@ -32,26 +32,17 @@ BASE: dict[str, dict[str, Any]] = {
     RESPONSES: {"input": "once upon", "max_output_tokens": 7},
 }
 # Fields that change no answer, by OpenAI's own definition.
-LABELS = {
-    "cache_salt",
-    "metadata",
-    "prompt_cache_key",
-    "prompt_cache_options",
-    "prompt_cache_retention",
-    "safety_identifier",
-    "user",
-}
+LABELS = {"cache_salt", "metadata", "prompt_cache_key", "prompt_cache_options", "prompt_cache_retention"}
+LABELS |= {"safety_identifier", "user"}
 SAMPLED = {"temperature": 1, "seed": 3, "model": "tiny", "logit_bias": {"1": -100}}
 TOOL = {"type": "function", "name": "f", "parameters": {"type": "object"}}
 TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]
 # A value of each field that asks for something, and fields that it needs beside it.
 ASKS: dict[str, tuple[Any, dict[str, Any]]] = {
     "messages": ([{"role": "user", "content": "another"}], {}),
-    "prompt": ("another", {}),
-    "input": ("another", {}),
+    **dict.fromkeys(("prompt", "input", "model"), ("another", {})),
     "instructions": ("be brief", {}),
-    "model": ("another", {}),
-    "stream": (True, {}),
+    **dict.fromkeys(("stream", "echo", "logprobs", "background", "store"), (True, {})),
     "stream_options": ({"include_usage": True}, {"stream": True}),
     "temperature": (2, {}),
     "top_p": (0, {}),
@@ -65,13 +56,7 @@ ASKS: dict[str, tuple[Any, dict[str, Any]]] = {
     "stop": ([chr(code) for code in range(32, 127)], {}),
     "stop_token_ids": (list(range(99)), {}),
     "min_tokens": (3, {"logit_bias": {"1": 100}, "temperature": 0}),
-    "max_tokens": (2, {}),
-    "max_completion_tokens": (2, {}),
-    "max_output_tokens": (2, {}),
-    "n": (2, {}),
-    "best_of": (2, {}),
-    "echo": (True, {}),
-    "logprobs": (True, {}),
+    **dict.fromkeys(("max_tokens", "max_completion_tokens", "max_output_tokens", "n", "best_of"), (2, {})),
     "top_logprobs": (2, {"logprobs": True}),
     "response_format": ({"type": "json_object"}, {}),
     "text": ({"format": {"type": "json_object"}}, {}),
@@ -85,7 +70,6 @@ ASKS: dict[str, tuple[Any, dict[str, Any]]] = {
     "prompt_cache_options": ({"mode": "implicit"}, {}),
     "access_programs": ({"cyber": "standard"}, {}),
     "audio": ({"voice": "alloy", "format": "wav"}, {}),
-    "background": (True, {}),
     "background_options": ({"completion_window": "2h"}, {}),
     "context_management": ([{"type": "compaction"}], {}),
     "conversation": ("conv_1", {}),
@@ -99,7 +83,6 @@ ASKS: dict[str, tuple[Any, dict[str, Any]]] = {
     "prediction": ({"type": "content", "content": "x"}, {}),
     "previous_response_id": ("resp_1", {}),
     "service_tier": ("priority", {}),
-    "store": (True, {}),
     "suffix": ("the end", {}),
     "truncation": ("auto", {}),
     "verbosity": ("low", {}),
@@ -178,9 +161,7 @@ WALK = [(path, name) for path in KINDS for name in sorted(fields(path) | read(pa
 @pytest.mark.parametrize(
     ("server", "stream"),
     [
-        pytest.param(False, False, marks=pytest.mark.nightly),
-        pytest.param(False, True, marks=pytest.mark.nightly),
-        pytest.param(True, False, marks=pytest.mark.nightly),
+        *(pytest.param(*pair, marks=pytest.mark.nightly) for pair in ((False, False), (False, True), (True, False))),
         pytest.param(True, True, marks=BATCHES.marks),
     ],
     indirect=["server"],
@@ -245,7 +226,6 @@ def test_each_part_of_a_text_is_a_line(server: Asking, path: str, name: str) -> 
 
 
 def deep(levels: int) -> Any:
-    """Lists inside of lists."""
     value: Any = "x"
     for _ in range(levels):
         value = [value] if levels % 2 else {"x": value}
@@ -257,8 +237,6 @@ ANYTHING += ["", "x", "\ud800", "a\udfff", "0" * 5000]
 ANYTHING += [[], [[]], [None], [3], ["x"], ["\ud800"], [{}], {}, {"x": 1}, {"type": "x"}, {"\ud800": 1}, {"": None}]
 ANYTHING += [{"type": "function"}, {"type": "json_schema"}, {"type": "json_object"}, {"5": 1}, {"5": float("nan")}]
 ANYTHING += [float("nan"), float("-inf"), [float("inf")], deep(60), deep(300), deep(301), [[]] * 2000, "text", "none"]
-
-
 NO_MESSAGES: list[Any] = [
     [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}],
     [{"role": "assistant", "tool_calls": [{}]}],
@@ -266,8 +244,6 @@ NO_MESSAGES: list[Any] = [
     *([{"role": role, "content": "x"}] for role in (3, "nobody")),
 ]
 NO_JSON = [b"[]", b"3", b"", b"[" * 9999, b"\xff\x00{", b'{"prompt": "once", "max_to', b'{"prompt":"a","prompt":"b"}']
-
-
 CALL = {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "[" + "[]," * 40_000 + "1]"}}]}
 WHOLE = ("max_tokens", "max_completion_tokens", "max_output_tokens", "n", "best_of", "top_k", "seed", "min_tokens")
 WHOLE += ("logprobs", "top_logprobs", "temperature", "metadata", "prompt", "stop_token_ids", "logit_bias")
@@ -315,15 +291,14 @@ def test_requests_without_bounds_are_refused(server: Asking) -> None:
     for kind in ("text/plain", "multipart/form-data", "application/jsonp", ""):
         answer = server.client.post(TEXT, content=json.dumps(BASE[TEXT]), headers={"content-type": kind})
         assert (answer.status_code, "application/json" in answer.text) == (400, True)
-    answer = server.client.post(
-        TEXT, content=json.dumps(BASE[TEXT]), headers={"content-type": "Application/JSON; charset=utf-8"}
-    )
-    assert answer.status_code == 200
+    kind = {"content-type": "Application/JSON; charset=utf-8"}
+    assert server.client.post(TEXT, content=json.dumps(BASE[TEXT]), headers=kind).status_code == 200
 
 
 REQUIRED = {"tools": TOOLS, "tool_choice": "required"}
 JSON = {"type": "json_object"}
-NAMED = {"type": "json_schema", "json_schema": {"name": "x", "schema": {}}}
+BARE = {"type": "json_schema"}
+NAMED = BARE | {"json_schema": {"name": "x", "schema": {}}}
 LOW = {"reasoning_effort": "low"}
 # Fields that cannot be honoured together, and how their refusal begins; None where they are served.
 TOGETHER: list[tuple[str, dict[str, Any], str | None]] = [
@@ -339,16 +314,8 @@ TOGETHER: list[tuple[str, dict[str, Any], str | None]] = [
     (RESPONSES, {"reasoning": {"effort": "low"}, "chat_template_kwargs": {"reasoning_effort": 1}}, "chat_template"),
     (CHAT, LOW | {"chat_template_kwargs": LOW}, None),
     (CHAT, LOW | {"chat_template_kwargs": {"mood": "calm"}}, None),
-    (
-        CHAT,
-        {"response_format": {"type": "json_schema"}},
-        "response_format: the type 'json_schema' needs a schema. Give",
-    ),
-    (
-        RESPONSES,
-        {"text": {"format": {"type": "json_schema", "name": "x"}}},
-        "text.format: the type 'json_schema' needs",
-    ),
+    (CHAT, {"response_format": BARE}, "response_format: the type 'json_schema' needs a schema. Give"),
+    (RESPONSES, {"text": {"format": BARE | {"name": "x"}}}, "text.format: the type 'json_schema' needs"),
     (CHAT, {"response_format": NAMED | {"type": "json_object"}}, "response_format: a schema belongs to the type"),
     (RESPONSES, {"text": {"format": JSON | {"schema": {}}}}, "text.format: a schema belongs to the type 'json_schema'"),
     *((path, {"min_tokens": 8}, "min_tokens: the answer may have 7 tokens") for path in BASE),

@@ -47,9 +47,6 @@ def chunked(model_type: str = "qwen2", **changes: Any) -> Any:
     return config
 
 
-# the config that vLLM's own model gets
-
-
 @pytest.mark.parametrize("method", REMAPPED)
 def test_vllm_gets_the_rotation_of_the_training_the_window_and_the_method(method: str) -> None:
     plain, config = tiny_config("llama"), extended(method=method)
@@ -124,12 +121,7 @@ def test_export_says_what_it_takes(tmp_path: Path) -> None:
         export_config(extended("cohere"), to="vllm")
 
 
-# what it registers
-
-
 class Parser:
-    """vLLM's reader of config.json."""
-
     def parse(self, model: Any, *args: Any, **kwargs: Any) -> tuple[dict[str, Any], Any]:
         return {"from": model}, kwargs["config"]
 
@@ -231,8 +223,6 @@ def test_another_version_is_a_sentence_and_nothing_else(
     assert f"tested with vLLM {' and '.join(PLUGIN)}, and this is 0.99.1" in caplog.text
     assert (registry.parsers, registry.backends) == ({"hf": Parser}, [])
 
-
-# attention
 
 HEADS, KV_HEADS, WIDTH, PAGE = 4, 2, 12, 32
 SCALE = 0.4
