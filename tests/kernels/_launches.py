@@ -10,21 +10,14 @@ import torch
 from ctxext.kernels.pieces import RotationForm
 
 LLAMA = RotationForm()
-TYPES = {
-    torch.float32: "*fp32",
-    torch.float16: "*fp16",
-    torch.bfloat16: "*bf16",
-    torch.uint8: "*u8",
-    torch.int64: "*i64",
-}
+TYPES = {torch.float32: "*fp32", torch.float16: "*fp16", torch.bfloat16: "*bf16"}
+TYPES |= {torch.uint8: "*u8", torch.int64: "*i64"}
 
 
 class Launches(list[tuple[Any, tuple[int, ...], tuple[Any, ...], dict[str, Any]]]):
     """What is launched instead of kernels: each kernel, its grid, its arguments and its constants."""
 
     def of(self, kernel: Any) -> Any:
-        """Return the stand-in of a kernel."""
-
         class Kernel:
             def __getitem__(_, grid: tuple[int, ...]) -> Callable[..., None]:
                 return lambda *args, **constants: self.append((kernel, grid, args, constants))

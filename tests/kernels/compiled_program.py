@@ -36,7 +36,6 @@ def check(attend: Callable[..., Tensor]) -> None:
         out = compiled(q, k, v, keep)
         torch.testing.assert_close(out, attend(q, k, v, keep), rtol=1e-5, atol=1e-6)
         out.sum().backward()
-        assert k.grad is not None
         assert k.grad.isfinite().all()
         graphs.append(counter["unique_graphs"])
     assert graphs[1] == graphs[-1], f"a new length compiled a new graph: {graphs}"

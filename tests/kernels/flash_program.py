@@ -136,10 +136,8 @@ def fwd_kvcache(q, k, v, new_k, new_v, lengths, *rest) -> tuple[Tensor, Tensor]:
     require_arguments((q, k, v), slopes, 0.0, softcap)
     require(new_k is None and new_v is None and lengths.dtype == torch.int32, "nothing is appended, lengths are int32")
     left = left if left < k.shape[1] else -1  # against the width of the cache, not against what is filled
-    rows = [
-        forward(a, b[:count], c[:count], slopes, scale, causal, left, right, softcap)
-        for a, b, c, count in zip(q, k, v, lengths.tolist(), strict=True)
-    ]
+    rule, each = (slopes, scale, causal, left, right, softcap), zip(q, k, v, lengths.tolist(), strict=True)
+    rows = [forward(a, b[:count], c[:count], *rule) for a, b, c, count in each]
     return torch.stack([out for out, _ in rows]), torch.stack([lse for _, lse in rows])
 
 

@@ -21,16 +21,8 @@ from tests.referee import twin
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 # Dimensions of a head, those of a value, and pairs that rotate: all of a head, a part, odd numbers, latent attention.
-WIDTHS = [
-    (32, 32, 16),
-    (64, 64, 32),
-    (128, 128, 64),
-    (64, 32, 8),
-    (48, 32, 16),
-    (40, 24, 12),
-    (96, 64, 16),
-    (80, 80, 40),
-]
+WIDTHS = [(32, 32, 16), (64, 64, 32), (128, 128, 64), (64, 32, 8), (48, 32, 16), (40, 24, 12), (96, 64, 16)]
+WIDTHS += [(80, 80, 40)]
 CHOICES: dict[str, list[Any]] = {
     "dtype": [*DTYPES],
     "pieces": [1, 2, 3],

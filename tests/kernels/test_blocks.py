@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -20,9 +21,7 @@ def test_what_a_torch_cannot_compile_is_refused_with_its_version(
 ) -> None:
     """torch 2.15 on a CPU, with a soft cap: dynamo fails in a call with fake tensors."""
 
-    def fails(*_: object, **__: object) -> None:
-        raise torch._dynamo.exc.TorchRuntimeError("when making fake tensor call")
-
+    fails = Mock(side_effect=torch._dynamo.exc.TorchRuntimeError("when making fake tensor call"))
     monkeypatch.setattr(torch, "compile", lambda *_, **__: fails)
     kernel = flex._compiled.__wrapped__("cpu")
     monkeypatch.setattr(flex, "_compiled", lambda _: kernel)

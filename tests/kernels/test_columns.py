@@ -54,9 +54,8 @@ def test_attention_is_as_exact_as_with_a_dense_float32_bias(dtype: torch.dtype, 
 def test_an_offset_of_all_positions_changes_nothing() -> None:
     """Centring is exact in integers, so positions may start anywhere."""
     near, far = (Layout.of(torch.arange(64)[None] + at, torch.arange(64)[None] + at) for at in (0, 10**9))
-    for one, other in zip(
-        *(layout_columns(x, SLOPES, scale=SCALE, dtype=torch.bfloat16) for x in (near, far)), strict=True
-    ):
+    columns = (layout_columns(x, SLOPES, scale=SCALE, dtype=torch.bfloat16) for x in (near, far))
+    for one, other in zip(*columns, strict=True):
         assert torch.equal(one, other)
 
 
@@ -71,9 +70,8 @@ def test_shards_build_the_columns_of_the_whole() -> None:
 def test_what_no_token_stands_at_is_finite() -> None:
     documents = torch.tensor([[-1, 0, 0]])
     places = torch.tensor([[2**62, 0, 1]])
-    for columns in layout_columns(
-        Layout.of(places, places, documents, documents), SLOPES, scale=SCALE, dtype=torch.float16
-    ):
+    layout = Layout.of(places, places, documents, documents)
+    for columns in layout_columns(layout, SLOPES, scale=SCALE, dtype=torch.float16):
         assert columns.isfinite().all()
 
 

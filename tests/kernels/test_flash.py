@@ -161,14 +161,12 @@ def test_which_entry_point() -> None:
 
 def test_window_and_dropout_are_handed_on(monkeypatch: pytest.MonkeyPatch) -> None:
     seen = {}
-    monkeypatch.setattr(
-        sys.modules[Flash.module], "flash_attn_func", lambda q, k, v, **options: (seen.update(options), q)[1]
-    )
+    package = sys.modules[Flash.module]
+    monkeypatch.setattr(package, "flash_attn_func", lambda q, k, v, **options: (seen.update(options), q)[1])
     one = case("causal", torch.bfloat16, biased=False, kv_heads=4)
     Flash().attend(Call.of(*one.tensors(), one.layout, scale=0.5, window=8, dropout=0.25))
-    assert seen == {
-        "softmax_scale": 0.5, "causal": True, "window_size": (7, 0), "dropout_p": 0.25, "alibi_slopes": None
-    }  # fmt: skip
+    asked = {"softmax_scale": 0.5, "causal": True, "window_size": (7, 0), "dropout_p": 0.25, "alibi_slopes": None}
+    assert seen == asked
 
 
 def test_token_indices_of_padding_and_packing() -> None:
@@ -187,26 +185,20 @@ def test_cache_lengths() -> None:
 
 
 LATENT = {"head_dim": 192, "value_dim": 128, "lse": True}
-
-
-OLD, NEW = (
-    "def flash_attn_func(q, k, v): ...",
-    "def flash_attn_func(q, k, v, softcap, return_attn_probs, return_lse): ...",
-)
+TWO = {"flash_attn_2_cuda.py": ""}
+OLD = "def flash_attn_func(q, k, v): ..."
+NEW = "def flash_attn_func(q, k, v, softcap, return_attn_probs, return_lse): ..."
 
 
 @pytest.mark.parametrize(
     ("files", "found"),
     [
         ({}, (False, False, False, True, "flash_attn_interface")),
-        ({"flash_attn_2_cuda.py": "", "flash_attn/flash_attn_interface.py": OLD}, (True, False, False, False, None)),
+        (TWO | {"flash_attn/flash_attn_interface.py": OLD}, (True, False, False, False, None)),
+        # Version 2 installed after version 4.
         (
-            {
-                "flash_attn_2_cuda.py": "",
-                "flash_attn/flash_attn_interface.py": NEW,
-                "flash_attn/cute/interface.py": OLD,
-            },
-            (True, False, False, True, None),  # version 2 installed after version 4
+            TWO | {"flash_attn/flash_attn_interface.py": NEW, "flash_attn/cute/interface.py": OLD},
+            (True, False, False, True, None),
         ),
         ({"flash_attn/cute/interface.py": NEW}, (False, False, True, True, None)),
         ({"flash_attn/__init__.py": "1 / 0", "flash_attn/cute/interface.py": NEW}, (False, False, True, True, None)),
@@ -343,9 +335,8 @@ def test_the_log_sum_exp_is_that_of_capped_scores(
         out, lse = Reference().with_lse(q, k, v, PartRule(softmax_scale, causal, softcap=softcap or None))
         return out.transpose(1, 2), lse, None
 
-    monkeypatch.setattr(
-        sys.modules[backend.module], "flash_attn_func", _as_real(stub, REAL[backend.name]["flash_attn_func"])
-    )
+    real = _as_real(stub, REAL[backend.name]["flash_attn_func"])
+    monkeypatch.setattr(sys.modules[backend.module], "flash_attn_func", real)
     q, k = torch.randn(2, 1, 4, 9, width).bfloat16()
     v = torch.randn(1, 4, 9, value_dim).bfloat16()
     rule = PartRule(0.2, causal=True, softcap=softcap)
@@ -381,10 +372,7 @@ def test_gradients_of_a_part_are_fused(rule, value_dim: int, kind: torch.dtype, 
     real = _as_real(_backward, [one for one in versions if "window_size_left" in one["names"]])  # since 2.7
     monkeypatch.setattr(sys.modules[Flash.module], "_flash_attn_backward", None if older else real, raising=False)
     torch.manual_seed(0)
-    q, k, v = (
-        torch.randn(2, heads, tokens, width).to(kind)
-        for heads, tokens, width in ((4, 7, 64), (2, 9, 64), (2, 9, value_dim))
-    )
+    q, k, v = (torch.randn(2, *size).to(kind) for size in ((4, 7, 64), (2, 9, 64), (2, 9, value_dim)))
     out, lse = Reference().with_lse(q, k, v, rule := PartRule(0.2, **rule))
     lse, out, grad = lse + torch.rand(lse.shape), out * 0.7 + 0.1, torch.randn(out.shape)
     lse[1, 2, 3], grad[1, 2, 3] = -torch.inf, 0.0

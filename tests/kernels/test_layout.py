@@ -162,8 +162,7 @@ def test_the_past_of_a_mirrored_layout_is_the_future(name: str) -> None:
     seen, around = mirrored.visible().flip(1, 2), layout.both_ways.visible()
     assert torch.equal(seen, around & (layout.distances() <= 0))
     assert torch.equal(mirrored.distances().flip(1, 2)[seen], -layout.distances()[seen])
-    again = Layout.of(
-        mirrored.query_positions, mirrored.key_positions, mirrored.query_documents, mirrored.key_documents
-    )
+    documents = (mirrored.query_documents, mirrored.key_documents)
+    again = Layout.of(mirrored.query_positions, mirrored.key_positions, *documents)
     assert sorted(mirrored.spans or ()) == sorted(again.spans or ())
     assert mirrored.consecutive == layout.consecutive

@@ -111,10 +111,8 @@ def _call(layout: Layout, q: Tensor, k: Tensor, v: Tensor, softcap: float | None
 def _truth(method: RemapMethod, layout: Layout, q: Tensor, k: Tensor, v: Tensor, **how: Any) -> Tensor:
     """Row by row and document by document, from relative positions written out pair by pair."""
     longest = int(layout.key_positions.max()) + 1
-    relative, weight = (
-        written(method, ROPE, min(longest, 256), both_ways=layout.sees == "both")
-        for written in (relative_positions, weights)
-    )
+    given = (method, ROPE, min(longest, 256))
+    relative, weight = (written(*given, both_ways=layout.sees == "both") for written in (relative_positions, weights))
     rows = []
     for row in range(layout.batch):
         places, keys = layout.query_positions[row], layout.key_positions[row]
@@ -260,7 +258,6 @@ def test_settled_keys_go_with_sinks(new: int, name: str) -> None:
     truth = _truth(method, where, q, k, v, sinks=SINKS.double())
     pieces, settled = _pieces(method, where, torch.float64), LENGTH - 60
     keys, last = _rotated(k, where.key_positions), pieces[-1].key
-    assert last is not None
     keys = torch.cat([last(keys[:, :, :settled], (0, 2), (0, settled)), keys[:, :, settled:]], 2)
     call = Call.of(_rotated(q, where.query_positions), keys, v, where, scale=SCALE, lse=True)
     out = attend_pieces(named(name), call, pieces, settled=settled, sinks=SINKS.double())
@@ -361,9 +358,8 @@ def test_turning_on_is_rotating_by_the_other_position(interleaved: bool) -> None
     def rotate(x: Tensor, positions: Tensor) -> Tensor:
         pairs = x[..., : 2 * len(INV_FREQ)]
         pairs = pairs.unflatten(-1, (-1, 2)) if interleaved else pairs.unflatten(-1, (2, -1)).transpose(-1, -2)
-        turned = torch.view_as_complex(pairs.contiguous()) * torch.polar(
-            torch.ones(()).double(), positions.double()[:, None, :, None] * INV_FREQ
-        )
+        turns = torch.polar(torch.ones(()).double(), positions.double()[:, None, :, None] * INV_FREQ)
+        turned = torch.view_as_complex(pairs.contiguous()) * turns
         back = torch.view_as_real(turned)
         back = back.flatten(-2) if interleaved else back.transpose(-1, -2).flatten(-2)
         return torch.cat([back, x[..., 2 * len(INV_FREQ) :]], -1)

@@ -118,10 +118,8 @@ def check(seed: int, device: str, backend: str) -> None:
     wide = [x.detach().double().requires_grad_() for x in inputs]
     outs = run(), _torchs_own(one, *inputs), _exact(one, pieces, inv_freq, *wide), _exact(one, None, inv_freq, *wide)
     up = torch.randn(outs[0].shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(device)
-    found, fair, exact, plain = (
-        [out, *torch.autograd.grad(out, given, up.to(out.dtype))]
-        for out, given in zip(outs, (inputs, inputs, wide, wide), strict=True)
-    )
+    pairs = zip(outs, (inputs, inputs, wide, wide), strict=True)
+    found, fair, exact, plain = ([out, *torch.autograd.grad(out, given, up.to(out.dtype))] for out, given in pairs)
     for name, ours, theirs, right, own in zip(("out", "dq", "dk", "dv"), found, fair, exact, plain, strict=True):
         # A turned query and a turned key are rounded once more each, and so are their gradients.
         allowed = 2 * error(theirs, own) + torch.finfo(one.dtype).eps

@@ -50,9 +50,7 @@ def test_real_calls_are_right(seed: int) -> None:
 @pytest.mark.parametrize("target", NO_KERNEL)
 def test_every_call_of_version_4_compiles(target: str) -> None:
     """Its real kernels for a GPU that is not here; what they compute is not seen."""
-    packages = (
-        FLASH4 / "nvidia_cutlass_dsl" / "dsl_packages"
-    )  # as a .pth file says, which counts in site-packages alone
+    packages = FLASH4 / "nvidia_cutlass_dsl" / "dsl_packages"  # as a .pth file says, for site-packages alone
     told = run("tests.kernels.flash4_program", target, paths=[FLASH4, packages])
     kernels = {name: int(told.pop(name)) for name in ("forward", "backward")}
     refused = {name: reason for name, reason in told.items() if reason != "compiled"}

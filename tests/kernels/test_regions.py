@@ -71,9 +71,8 @@ def test_each_pair_of_a_region_is_in_one_rectangle(seed: int) -> None:
         _check([Band(0, window, border), Band(window, None, border)], first, stop, size)
         _check([Band(0, window), Sinks(draw.randint(1, 8), window)], first, stop, size)
         skip = draw.randint(0, 8)
-        _check(
-            [Band(0, window, border), Sinks(skip, window, border), Band(window, None, border, skip)], first, stop, size
-        )
+        regions = [Band(0, window, border), Sinks(skip, window, border), Band(window, None, border, skip)]
+        _check(regions, first, stop, size)
         _check([Band(0, middle), Sinks(skip, middle), Band(middle, middle + window, 0, skip)], first, stop, size)
         _check([Chunks(chunk, 0), Chunks(chunk, 1), Chunks(chunk, 2, older=True)], first, stop, size)
         _check([Band(0, middle), Band(middle, middle + window), Band(middle + window)], first, stop, size)

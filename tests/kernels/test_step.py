@@ -135,9 +135,8 @@ def test_compiles_for_gpus(
         assert spilled(program, tmp_path) <= (24 if dtype == torch.float32 else 0)
         assert program.metadata.shared <= (64 if target == "gfx942" else 99) << 10
         ptx = program.asm.get("ptx", "")
-        assert ("cp.async.c" in ptx) == (constants.get("STAGES", 1) > 1), (
-            "the next blocks are loaded while one is multiplied"
-        )
+        is_staged = constants.get("STAGES", 1) > 1  # the next blocks are loaded while one is multiplied
+        assert ("cp.async.c" in ptx) == is_staged
         assert dtype == torch.float32 or constants.get("STEP") == 2 or "ld.global.b16" not in ptx
 
 
