@@ -16,22 +16,14 @@ from transformers import PreTrainedModel
 import ctxext
 from ctxext.errors import BackendUnavailableError, IncompatibleError
 from ctxext.kernels import BACKENDS, flex
-from tests._models import tiny, tokens
+from tests._models import FALCON, tiny, tokens
 from tests.walk.tiny import TRAINED_LENGTH
 
-MODELS: dict[str, dict[str, Any]] = {
-    "llama": {},
-    "mistral": {},
-    "bloom": {},
-    "mpt": {},
-    "falcon": {"alibi": True, "new_decoder_architecture": False, "multi_query": False},
-}
+MODELS: dict[str, dict[str, Any]] = {name: {} for name in ("llama", "mistral", "bloom", "mpt")} | {"falcon": FALCON}
 ALIBI = {"method": "alibi", "factor": 4.0}
 # What models with a bias of their own take beside it.
-OTHERS = [
-    {"method": "pi", "factor": 4.0},
-    *({"method": "dynamic_pi", "factor": 4.0, "growth": growth} for growth in ("exact", "doubling")),
-]
+OTHERS = [{"method": "pi", "factor": 4.0}]
+OTHERS += [{"method": "dynamic_pi", "factor": 4.0, "growth": growth} for growth in ("exact", "doubling")]
 OURS = ("reference", "sdpa", "flex")
 
 # Lengths on both sides of the trained window of 64 tokens: under a dynamic method each document has its own positions.

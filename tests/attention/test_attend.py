@@ -141,10 +141,8 @@ def test_a_replica_of_what_accelerate_wrapped_is_refused_by_name() -> None:
 def test_positions_along_several_axes_are_refused_where_they_differ() -> None:
     """An image between the words: height and width are counted beside time."""
     model = ctxext.patch(qwen2_vl(), "alibi", factor=4.0)
-    plain = tokens(40)
-    assert torch.equal(
-        logits(model, plain), logits(model, plain, position_ids=torch.arange(40)[None, None].expand(3, 1, -1))
-    )
+    plain, alike = tokens(40), torch.arange(40)[None, None].expand(3, 1, -1)
+    assert torch.equal(logits(model, plain), logits(model, plain, position_ids=alike))
     image = torch.tensor([[7, *[5] * 16, 8]])
     inputs = torch.cat([tokens(20), image, tokens(20)], dim=1)
     arguments = {"pixel_values": torch.randn(64, 96), "image_grid_thw": torch.tensor([[1, 8, 8]])}
@@ -193,11 +191,8 @@ def test_padding_that_pushes_tokens_out_of_a_window_is_refused(method: str, cach
     model = ctxext.patch(tiny("mistral", sliding_window=16), method, factor=4.0, sliding_window="keep")
 
     def made() -> Any:
-        return (
-            StaticCache(config=model.config, max_cache_len=90)
-            if cache == "static"
-            else DynamicCache(config=model.config)
-        )
+        is_static, config = cache == "static", model.config
+        return StaticCache(config=config, max_cache_len=90) if is_static else DynamicCache(config=config)
 
     ids, keep = tokens(90, rows=2), torch.ones(2, 90, dtype=torch.long)
     keep[1, 5:40] = 0
@@ -222,9 +217,8 @@ def test_a_mask_of_pairs_is_refused_in_every_form(method: str) -> None:
     for mask in (pairs, pairs.bool(), blocks, {"full_attention": pairs}, {"full_attention": None, "other": blocks}):
         with pytest.raises(IncompatibleError, match=r"attention_mask must be \[batch, keys\] with 1 for tokens"):
             logits(model, tokens(9), attention_mask=mask)
-    torch.testing.assert_close(
-        logits(model, tokens(9), attention_mask={"full_attention": None}), logits(model, tokens(9))
-    )
+    found = logits(model, tokens(9), attention_mask={"full_attention": None})
+    torch.testing.assert_close(found, logits(model, tokens(9)))
 
 
 @pytest.mark.parametrize("method", ["self_extend", "alibi", "t5_bias", "dynamic_ntk"])

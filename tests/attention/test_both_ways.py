@@ -124,14 +124,11 @@ def test_undone_bit_for_bit_and_saved_and_reloaded(model_type: str, kind: str, t
 
 @pytest.mark.slow
 def test_a_description_says_what_distance_is() -> None:
-    assert any("equally with distance to both sides" in note for note in described("symmetric"))
-    assert any("the other half" in note for note in described("halves"))
+    for kind, said in (("symmetric", "equally with distance to both sides"), ("halves", "the other half")):
+        notes = ctxext.describe(ctxext.patch(encoder("eurobert"), "alibi", factor=4.0, both_ways=kind)).notes
+        assert any(said in note for note in notes)
     causal = ctxext.describe(ctxext.patch(tiny(), "alibi", factor=4.0)).notes
     assert not any("both" in note for note in causal)
-
-
-def described(kind: str) -> tuple[str, ...]:
-    return ctxext.describe(ctxext.patch(encoder("eurobert"), "alibi", factor=4.0, both_ways=kind)).notes
 
 
 def test_a_head_of_a_classifier_is_served() -> None:

@@ -35,6 +35,7 @@ from tests._encodings import SPEC, attended, carried_by, pairs_of
 from tests._models import logits, tiny, tokens
 from tests._products import some
 from tests.kernels.cases import Largest
+from tests.walk.check import State
 from tests.walk.tiny import TRAINED_LENGTH, tiny_config, tiny_model
 
 ENCODINGS = {name: cls for name, cls in known_methods().items() if issubclass(cls, EncodingMethod)}
@@ -77,6 +78,17 @@ def modules_of(model: nn.Module) -> list[Encoding]:
 
 def close(found: Tensor, expected: Tensor) -> None:
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+
+
+def require_one_pass(model: PreTrainedModel, cache: str, slots: int, lengths: list[int]) -> None:
+    ids, parts = tokens(LENGTH), []
+    past = StaticCache(config=model.config, max_cache_len=slots) if cache == "static" else None
+    with torch.no_grad():
+        for part in ids.split(lengths, 1):
+            out = model(part, past_key_values=past, use_cache=True)
+            past = out.past_key_values
+            parts.append(out.logits)
+    close(torch.cat(parts, 1), logits(model, ids))
 
 
 def test_there_are_encodings_of_every_form() -> None:
@@ -123,16 +135,7 @@ def test_says_something_and_sees_no_future(name: str) -> None:
 @every_encoding
 @pytest.mark.parametrize("cache", ["dynamic", pytest.param("static", marks=pytest.mark.nightly)])
 def test_cached_decoding_is_one_forward(name: str, cache: str) -> None:
-    model, ids = extended(name), tokens(LENGTH)
-    whole = logits(model, ids)
-    past = StaticCache(config=model.config, max_cache_len=LENGTH + 9) if cache == "static" else None
-    parts = []
-    with torch.no_grad():
-        for part in ids.split([40, 30, *[1] * (LENGTH - 70)], 1):
-            out = model(part, past_key_values=past, use_cache=True)
-            past = out.past_key_values
-            parts.append(out.logits)
-    close(torch.cat(parts, 1), whole)
+    require_one_pass(extended(name), cache, LENGTH + 9, [40, 30, *[1] * (LENGTH - 70)])
 
 
 @pytest.mark.nightly
@@ -159,16 +162,14 @@ def test_a_row_does_not_depend_on_padding_or_on_what_it_is_packed_with(name: str
 @pytest.mark.slow
 @pytest.mark.parametrize("name", some(ENCODINGS, *OF_EACH_FORM))
 def test_unpatch_is_bit_for_bit(name: str) -> None:
-    model, ids = tiny(), tokens(LENGTH)
-    before, keys, config = logits(model, ids), list(model.state_dict()), model.config.to_dict()
+    model = tiny()
+    before, keys = State.of(model, tokens(LENGTH)), list(model.state_dict())
     extended(name, model)
     added = [key for key in model.state_dict() if key not in keys]
     assert [key for key in added if f"{ENCODING}." not in key] == []
     assert len(added) == sum(len(list(module.parameters())) for module in modules_of(model))
     ctxext.unpatch(model)
-    assert torch.equal(logits(model, ids), before)
-    assert list(model.state_dict()) == keys
-    assert model.config.to_dict() == config
+    assert before.difference(model) is None
 
 
 @pytest.mark.nightly
@@ -236,10 +237,7 @@ def test_learns_with_all_its_weights(name: str) -> None:
         loss = model(ids, labels=ids).loss
         loss.backward()
         if step == 0:
-            unmoved = [
-                module for module in modules_of(model) for weight in module.parameters() if not weight.grad.any()
-            ]
-            assert unmoved == []
+            assert all(weight.grad.any() for module in modules_of(model) for weight in module.parameters())
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.item())
@@ -282,15 +280,8 @@ def test_what_needs_the_whole_text_takes_no_sliding_window() -> None:
 @pytest.mark.parametrize("name", ["sinusoidal", "learned", "fire", "fox", "t5_bias"])
 def test_a_cache_of_a_window_counts_positions_from_the_start_of_the_text(name: str, cache: str) -> None:
     """Vectors of positions, and functions of them, differ where the cache holds the last tokens alone."""
-    model, ids = extended(name, tiny("mistral", sliding_window=16), sliding_window="keep"), tokens(LENGTH)
-    past = StaticCache(config=model.config, max_cache_len=LENGTH) if cache == "static" else None
-    parts = []
-    with torch.no_grad():
-        for part in ids.split([10, 30, 12, *[1] * (LENGTH - 52)], 1):
-            out = model(part, past_key_values=past, use_cache=True)
-            past = out.past_key_values
-            parts.append(out.logits)
-    close(torch.cat(parts, 1), logits(model, ids))
+    model = extended(name, tiny("mistral", sliding_window=16), sliding_window="keep")
+    require_one_pass(model, cache, LENGTH, [10, 30, 12, *[1] * (LENGTH - 52)])
 
 
 @pytest.mark.parametrize("name", ["sinusoidal", "t5_bias", "fox"])
@@ -412,9 +403,8 @@ def test_a_file_is_enough(tmp_path: Path) -> None:
         (tmp_path / part).symlink_to(root / part)
     (tmp_path / "ctxext" / "laboratory" / "encodings" / "doublings.py").write_text(DROPPED_IN)
     environment = os.environ | {"PYTHONPATH": str(tmp_path), "PYTHONDONTWRITEBYTECODE": "1"}
-    ran = subprocess.run(
-        [sys.executable, "-c", ASKED_OF_IT], cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
-    )
+    how: Any = {"cwd": tmp_path, "env": environment, "capture_output": True, "text": True, "check": False}
+    ran = subprocess.run([sys.executable, "-c", ASKED_OF_IT], **how)
     assert ran.returncode == 0, ran.stdout[-3000:] + ran.stderr[-3000:]
     assert re.search(r"^4 passed", ran.stdout, re.MULTILINE), ran.stdout[-3000:]
 
@@ -436,9 +426,8 @@ def test_inspect_says_what_patching_does(name: str, inspected: dict[str, dict[st
     found = inspected["llama"][name]
     said = ctxext.describe(ctxext.patch(tiny(), name, factor=found.factor))
     about = {"target_length": said.target_length, "stored_as": said.stored_as, "stock": said.stock}
-    assert found == MethodCheck(
-        method=name, factor=found.factor, needs_training=known_methods()[name].needs_training, **about
-    )
+    about["needs_training"] = known_methods()[name].needs_training
+    assert found == MethodCheck(method=name, factor=found.factor, **about)
     with pytest.raises(IncompatibleError) as refusal:
         ctxext.patch(tiny("gemma2"), name, factor=found.factor)
     assert inspected["gemma2"][name].refused == str(refusal.value)

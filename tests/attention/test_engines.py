@@ -23,7 +23,6 @@ FEWEST = 300
 
 
 def state(held: HeldLayer | None) -> str:
-    """What a cache layer holds."""
     if held is None:
         return "no growing layer"
     if held.near is not None:
@@ -47,9 +46,8 @@ def test_each_engine_that_admits_a_call_computes_the_same(monkeypatch: pytest.Mo
         fits = [engine for engine in ENGINES if engine.why_not(self, layer, held) is None]
         ways.add((NAMES[fits[0]], state(held)))
         documents = layer.mask.layout.query_documents
-        padding = (
-            torch.tensor(False) if documents is None else (documents < 0)[:, None, :, None]
-        )  # padding has no output
+        # Padding has no output.
+        padding = torch.tensor(False) if documents is None else (documents < 0)[:, None, :, None]
         outs = [alone(self, layer, held, engine.run).double().masked_fill(padding, 0) for engine in fits]
         dtype = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else layer.q.dtype
         most = TOLERANCE[str(dtype)[6:]] * float(outs[0].abs().max())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -46,11 +47,7 @@ def test_the_model_is_left_as_it_was(dtype: torch.dtype) -> None:
 
 def test_the_model_is_left_as_it_was_after_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny().train()
-
-    def interrupted(*_: Any, **__: Any) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(model.model.layers[1].mlp, "forward", interrupted)
+    monkeypatch.setattr(model.model.layers[1].mlp, "forward", Mock(side_effect=KeyboardInterrupt))
     with pytest.raises(KeyboardInterrupt):
         heads(model)
     assert model.config._attn_implementation == "sdpa"

@@ -29,38 +29,22 @@ from ctxext.training.sequences import require_separate
 from tests._models import logits, tiny, tokens
 from tests._products import some
 from tests._remap import dense, relative_positions, spec_of
-from tests.attention._remapped import (
-    DISTINCT,
-    EXACT,
-    KINDS,
-    REMAPS,
-    SELF_EXTEND,
-    error,
-    every_method,
-    every_pair,
-    example,
-    extended,
-    model_of,
-    patched,
-    require_equal,
-    target,
-)
+from tests.attention import _remapped
+from tests.attention._remapped import KINDS, error, every_pair, example, model_of, patched, require_equal, target
 from tests.referee.twin import on_a_gpu
 from tests.walk.tiny import TRAINED_LENGTH
 
 LENGTH = 2 * TRAINED_LENGTH + 10
 CARRYING = {"qwen3_5_text", "qwen3_next", "granitemoehybrid", "lfm2_moe", "bamba"}
-
-
-every_kind = pytest.mark.parametrize("model_type", some(KINDS, "llama", *DISTINCT))
+every_kind = pytest.mark.parametrize("model_type", some(KINDS, "llama", *_remapped.DISTINCT))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("trained_length", [64, 100, 2048])
-@every_method
+@_remapped.every_method
 def test_relative_positions_stay_where_the_model_was_trained(cls: type[RemapMethod], trained_length: int) -> None:
     """Each visible pair is in exactly one piece, near pairs keep their distance, and none is farther than L - 1."""
-    assert len(REMAPS) >= 6
+    assert len(_remapped.REMAPS) >= 6
     rope = RopeSpec(rotary_dim=8, base=1e4, trained_length=trained_length)
     method = cls.example(rope)
     target, length = method.target_length(trained_length), min(method.target_length(trained_length), 2300)
@@ -186,7 +170,7 @@ def test_documents_of_one_row_are_read_each_alone_or_refused(model_type: str) ->
     """Where ctxext computes attention, also with a cache, with which no mask of transformers does."""
     model, ids = model_of(model_type), tokens(90)
     positions = torch.cat([torch.arange(50), torch.arange(40)])[None]
-    for method in (SELF_EXTEND, Streaming(factor=4, window=20), "yarn", "dynamic_ntk"):
+    for method in (_remapped.SELF_EXTEND, Streaming(factor=4, window=20), "yarn", "dynamic_ntk"):
         factor = 4.0 if isinstance(method, str) else None
         try:
             ctxext.patch(model, method, factor=factor, trained_length=TRAINED_LENGTH)
@@ -222,10 +206,10 @@ def test_packed_rows_of_a_model_that_carries_a_state_in_the_recipe() -> None:
 
 def test_a_gap_in_positions_begins_no_document() -> None:
     """Skip-wise training leaves gaps, at which transformers' own mask parts documents unless a mask is given."""
-    model, _ = extended()
+    model, _ = _remapped.extended()
     ids, positions = tokens(20), torch.cat([torch.arange(10), torch.arange(30, 40)])[None]
     masked = logits(model, ids, position_ids=positions, attention_mask=torch.ones_like(ids))
-    assert error(logits(model, ids, position_ids=positions), masked) < EXACT
+    assert error(logits(model, ids, position_ids=positions), masked) < _remapped.EXACT
     assert error(logits(model, ids)[:, 10:], masked[:, 10:]) > 1e-3
 
 
@@ -263,9 +247,8 @@ def test_describe_shows_the_pieces_in_words() -> None:
     said = str(ctxext.describe(ctxext.patch(tiny(), "self_extend", factor=2, window=32, thinning=0.5), verbose=True))
     assert "Texts of up to 64 tokens are read as without the extension." in said
     assert "keys less than 32 tokens back, and all keys of queries before 64, at their own positions" in said
-    assert (
-        "the first 4 keys, where they lie 32 or more tokens back of queries from 64 on: queries at i // 4 + 24" in said
-    )
+    where = "where they lie 32 or more tokens back of queries from 64 on"
+    assert f"the first 4 keys, {where}: queries at i // 4 + 24" in said
     far = "keys 32 or more tokens back of queries from 64 on, but for the first 4 of the text"
     assert f"{far}: queries at i // 4 + 24, keys at j // 4, each key counting as 0.5 of one" in said
 

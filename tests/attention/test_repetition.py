@@ -30,9 +30,8 @@ def texts_read(model: Any, *given: Any, **more: Any) -> list[Tensor]:
 def test_special_tokens_are_not_drawn() -> None:
     model = tiny(vocab_size=60, bos_token_id=3, eos_token_id=[4, 5], pad_token_id=6)
     text, needles = texts_read(model, seeds=(0,))
-    assert torch.equal(
-        text, repeated(tiny(vocab_size=60, bos_token_id=3, eos_token_id=4, unk_token_id=5, pad_token_id=6))
-    )
+    same = tiny(vocab_size=60, bos_token_id=3, eos_token_id=4, unk_token_id=5, pad_token_id=6)
+    assert torch.equal(text, repeated(same))
     for tokens in (text, needles):
         assert tokens[0] == 3
         assert not {3, 4, 5, 6} & set(tokens[1:].tolist())
