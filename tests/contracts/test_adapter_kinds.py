@@ -156,10 +156,9 @@ def test_an_encoder_decoder_reads_its_prompt(kind: str) -> None:
     ids, start = tokens(40), torch.zeros(1, 1, dtype=torch.long)
     written = start
     for _ in range(NEW):
+        given = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "decoder_input_ids": written}
         with torch.no_grad():
-            found = model(
-                input_ids=ids, attention_mask=torch.ones_like(ids), decoder_input_ids=written, use_cache=False
-            )
+            found = model(**given, use_cache=False)
         written = torch.cat([written, found.logits[:, -1:].argmax(-1)], 1)
     assert torch.equal(generated(model, ids), written)
 

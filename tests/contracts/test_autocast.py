@@ -31,9 +31,8 @@ from tests._encodings import SCALE, SPEC, carried_by, encoding_of
 from tests._models import logits, tiny, tokens
 from tests.kernels.cases import case
 
-ATTENDING = {
-    name: cls for name, cls in known_methods().items() if issubclass(cls, EncodingMethod | RemapMethod | BiasMethod)
-}
+KINDS = EncodingMethod | RemapMethod | BiasMethod
+ATTENDING = {name: cls for name, cls in known_methods().items() if issubclass(cls, KINDS)}
 ENCODINGS = [name for name, cls in ATTENDING.items() if issubclass(cls, EncodingMethod)]
 ROPE = RopeSpec(rotary_dim=SPEC.head_dim, base=10000.0, trained_length=64)
 LENGTH = 160  # what a token has forgotten grows with the text, and so does what rounding makes of it

@@ -5,20 +5,14 @@ from __future__ import annotations
 import copy
 import pickle
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
+import transformers
 from peft import PrefixTuningConfig, get_peft_model
 from torch import Tensor, nn
-from transformers import (
-    DynamicCache,
-    EncoderDecoderCache,
-    LlamaForCausalLM,
-    LlamaModel,
-    PreTrainedModel,
-    QuantizedCache,
-    StaticCache,
-)
+from transformers import DynamicCache, EncoderDecoderCache, PreTrainedModel, StaticCache
 
 import ctxext
 from ctxext.caches.records import cache_argument
@@ -51,15 +45,8 @@ def edited() -> Tensor:
 
 
 def generated(model: PreTrainedModel, prompt: Tensor, **options: Any) -> Tensor:
-    found: Tensor = model.generate(
-        prompt,
-        attention_mask=torch.ones_like(prompt),
-        max_new_tokens=6,
-        do_sample=False,
-        eos_token_id=None,
-        disable_compile=True,
-        **options,
-    )
+    greedy = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": None, "disable_compile": True}
+    found: Tensor = model.generate(prompt, attention_mask=torch.ones_like(prompt), **greedy, **options)
     return found
 
 
@@ -101,7 +88,7 @@ KINDS: dict[str, tuple[str, dict[str, Any], tuple[str, str], Any]] = {
     "in windows": ("gemma3_text", WINDOWED, ("yarn", "self_extend"), lambda config: DynamicCache(config=config)),
     "of states": ("qwen3_next", LINEAR, ("yarn", "self_extend"), lambda config: DynamicCache(config=config)),
     "of two halves": ("t5", {}, ("stretch_buckets", "stretch_buckets"), halved),
-    "quantized": ("llama", {}, ("yarn", "pi"), lambda config: QuantizedCache("fp8", config)),
+    "quantized": ("llama", {}, ("yarn", "pi"), lambda config: transformers.QuantizedCache("fp8", config)),
 }
 if not RECENT:  # before transformers 5.23
     del KINDS["quantized"], KINDS["of the user"]
@@ -194,7 +181,7 @@ def test_a_cache_is_guarded_under_each_of_its_names(model_type: str, method: str
     torch.testing.assert_close(found, logits(model, ids)[:, KEPT:], atol=3e-4, rtol=0)
 
 
-class Renamed(LlamaForCausalLM):  # type: ignore[misc]
+class Renamed(transformers.LlamaForCausalLM):  # type: ignore[misc]
     """As of a transformers to come, in which a cache has a third name."""
 
     def forward(self, input_ids: Tensor, memory: Any = None, use_cache: bool | None = None) -> Any:
@@ -202,13 +189,12 @@ class Renamed(LlamaForCausalLM):  # type: ignore[misc]
 
 
 def test_a_cache_of_an_unknown_name_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(LlamaModel, "forward", Renamed.forward)
+    monkeypatch.setattr(transformers.LlamaModel, "forward", Renamed.forward)
     model = tiny()
     model.__class__ = Renamed
     before = model.config.to_dict()
-    with pytest.raises(
-        IncompatibleError, match=r"forward takes use_cache, but no cache named cache or past_key_values"
-    ):
+    said = r"forward takes use_cache, but no cache named cache or past_key_values"
+    with pytest.raises(IncompatibleError, match=said):
         ctxext.patch(model, "yarn", factor=4.0)
     assert model.config.to_dict() == before
     assert "forward" not in vars(model.model)
@@ -230,12 +216,8 @@ def test_a_pass_that_failed_half_way_spoils_the_cache(model_type: str, method: d
     """An interrupt, or too little memory: some layers hold keys of the new length, others do not."""
     model = extended(model_type, method)
     cache = filled_by(model, TRAINED_LENGTH - 4)
-
-    def fail(module: nn.Module, args: Any) -> None:
-        raise KeyboardInterrupt
-
     last = [module for module in model.modules() if isinstance(module, nn.ModuleList)][-1][-1]
-    handle = last.register_forward_pre_hook(fail)
+    handle = last.register_forward_pre_hook(Mock(side_effect=KeyboardInterrupt))
     with pytest.raises(KeyboardInterrupt):
         read(model, tokens(2), cache)
     handle.remove()

@@ -84,11 +84,7 @@ def test_it_computes_a_loss_with_a_gradient(model_type: str, name: str, dtype: t
     ("function", "name", "length"), [(_Differentiable, "self_extend", LENGTH), (_WithFar, "t5_bias", 8 * LENGTH)]
 )
 def test_own_backward_passes(
-    function: type[torch.autograd.Function],
-    name: str,
-    length: int,
-    dtype: torch.dtype,
-    monkeypatch: pytest.MonkeyPatch,
+    function: type[torch.autograd.Function], name: str, length: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """torch's engine wants a real GPU, so they are called by hand, right behind the forward pass."""
     gradients: list[tuple[Any, Any]] = []

@@ -21,13 +21,9 @@ from tests._steps import compiled_step
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 TRAINED, LENGTH, STEPS = 96, 150, 4
 METHODS: dict[str, dict[str, Any]] = {
-    "self_extend": {},
-    "dual_chunk": {},
-    "rerope": {},
+    **{name: {} for name in ("self_extend", "dual_chunk", "rerope", "streaming", "alibi")},
     "string": {"local": 8, "factor": 1.7},  # it reaches no farther than twice the trained length
-    "streaming": {},
     "retrieval_heads": {"heads": (0,)},
-    "alibi": {},
 }
 pytestmark = [pytest.mark.gpu, pytest.mark.nightly]
 
