@@ -57,8 +57,6 @@ OPEN: dict[str, tuple[str, int, dict[str, Any], dict[str, Any], tuple[int, int]]
     "dynamic with an original length": ("llama", 32768, {"type": "dynamic", "factor": 4.0, ORIGINAL: 8192}, {}, (8192, 32768)),
     "llama3, shorter than before it": ("llama", 4096, LLAMA3 | {"factor": 8.0, ORIGINAL: 8192}, {}, (4096, 65536)),
 }  # fmt: skip
-
-
 Written = Callable[[str, int, "dict[str, Any] | None", dict[str, Any]], Path]
 
 
@@ -68,10 +66,8 @@ def written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Written:
     try_only(monkeypatch, "yarn")
 
     def write(model_type: str, longest: int, scaling: dict[str, Any] | None, others: dict[str, Any]) -> Path:
-        config = (
-            SMALL | {"model_type": model_type, "max_position_embeddings": longest, "rope_scaling": scaling} | others
-        )
-        (tmp_path / "config.json").write_text(json.dumps(config))
+        fields = {"model_type": model_type, "max_position_embeddings": longest, "rope_scaling": scaling}
+        (tmp_path / "config.json").write_text(json.dumps(SMALL | fields | others))
         return tmp_path
 
     return write

@@ -45,19 +45,10 @@ def snapshot(box: Box) -> dict[str, object]:
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        ("number", 2),
-        ("added", 3),
-        ("forward", "not even callable"),
-        ("plain", torch.ones(5)),
-        ("kept", torch.zeros(3)),
-        ("kept", torch.zeros(4)),
-        ("kept", torch.zeros(3, dtype=torch.float64)),
-        ("kept", None),
-        ("passing", torch.zeros(3)),
-        ("passing", torch.zeros(7)),
-        ("passing", None),
-        ("empty", torch.zeros(2)),
-        ("part", nn.Identity()),
+        *(("number", 2), ("added", 3), ("forward", "not even callable"), ("part", nn.Identity())),
+        *(("plain", torch.ones(5)), ("empty", torch.zeros(2))),
+        *(("kept", value) for value in (torch.zeros(3), torch.zeros(4), torch.zeros(3, dtype=torch.float64), None)),
+        *(("passing", value) for value in (torch.zeros(3), torch.zeros(7), None)),
     ],
     ids=lambda value: f"{tuple(value.shape)}-{value.dtype}" if isinstance(value, Tensor) else str(value),
 )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -89,12 +90,9 @@ def test_a_form_that_its_class_cannot_check_is_refused(tmp_path: Path, monkeypat
     text |= {"num_sliding_attention_heads": 8, "moe_intermediate_size": 32, "n_routed_experts": 2}
     text |= {"num_experts_per_tok": 1, "share_expert_dim": 32}
     vision = {"num_hidden_layers": 1, "hidden_size": 32, "intermediate_size": 32, "num_attention_heads": 2}
-    (tmp_path / "config.json").write_text(
-        json.dumps(
-            {"model_type": "step3p7", "architectures": ["Step3p7ForConditionalGeneration"], "text_config": text}
-            | {"vision_config": vision | {"image_size": 28, "patch_size": 14}}
-        )
-    )
+    vision |= {"image_size": 28, "patch_size": 14}
+    whole = {"model_type": "step3p7", "architectures": ["Step3p7ForConditionalGeneration"]}
+    (tmp_path / "config.json").write_text(json.dumps(whole | {"text_config": text, "vision_config": vision}))
     ntk, longrope = inspect_checkpoint(tmp_path).verdicts
     assert ntk.refused is None
     assert "num_attention_heads" in (longrope.refused or "")
@@ -118,11 +116,8 @@ def test_a_shortened_config_keeps_a_layer_of_every_kind_and_the_kind_of_the_last
 
 
 def test_no_copy_is_left_that_cannot_be_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*given: Any) -> None:
-        raise VerificationError("not restored")
-
     built(LLAMA | {"num_hidden_layers": 1}).save_pretrained(tmp_path / "plain")
-    monkeypatch.setattr("ctxext.checkpoints.write.attached", refuse)
+    monkeypatch.setattr("ctxext.checkpoints.write.attached", Mock(side_effect=VerificationError("not restored")))
     with pytest.raises(VerificationError, match="not restored"):
         patch_checkpoint(tmp_path / "plain", tmp_path / "long", "ntk", factor=2)
     assert [path.name for path in tmp_path.iterdir()] == ["plain"]

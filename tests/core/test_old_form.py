@@ -12,6 +12,7 @@ import logging
 import warnings
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -87,12 +88,9 @@ def test_a_number_without_end_is_read_in_both_forms(tmp_path: Path) -> None:
 
 
 def test_a_save_that_fails_leaves_the_model_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(*_: Any, **__: Any) -> None:
-        raise OSError("no space left on device")
-
     model = ctxext.patch(tiny(), "yarn", factor=4.0)
     before = copy.deepcopy(vars(model.config))
-    monkeypatch.setattr(type(model), "save_pretrained", full)
+    monkeypatch.setattr(type(model), "save_pretrained", Mock(side_effect=OSError("no space left on device")))
     with pytest.raises(CheckpointError, match="no space"):
         ctxext.save(model, tmp_path / "saved")
     assert vars(model.config) == before
@@ -220,11 +218,8 @@ def test_a_live_config_is_extended_anew_from_what_it_says_now() -> None:
     again = LlamaForCausalLM(first.config).eval()
     again.load_state_dict(first.state_dict())
     ctxext.patch(again, "pi", factor=2, trained_length=TRAINED_LENGTH)
-    assert with_old_form(again.config).to_dict()["rope_scaling"] == {
-        "rope_type": "linear",
-        "type": "linear",
-        "factor": 2.0,
-    }
+    scaling = with_old_form(again.config).to_dict()["rope_scaling"]
+    assert scaling == {"rope_type": "linear", "type": "linear", "factor": 2.0}
     ctxext.unpatch(again)
     ctxext.patch(again, "ntk", factor=2, trained_length=TRAINED_LENGTH)  # needs no scaling: none may be left
     assert "rope_scaling" not in again.config.to_dict()

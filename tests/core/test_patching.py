@@ -14,6 +14,7 @@ from dataclasses import fields
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -104,7 +105,6 @@ def test_a_name_and_an_object_are_the_same() -> None:
 def test_factor_from_the_target_length(lengths: dict[str, Any], factor: float) -> None:
     model = ctxext.patch(tiny(), "pi", **lengths)
     found = ctxext.describe(model)
-    assert found.method is not None
     assert found.method["factor"] == factor
     assert found.target_length == factor * (lengths.get("trained_length") or TRAINED_LENGTH)
 
@@ -267,12 +267,9 @@ def test_an_extension_below_the_length_that_the_config_says_is_told(tmp_path: Pa
     said = f"The config says {TRAINED_LENGTH} tokens already, and this reaches {2 * quarter}, from trained_length="
     model = ctxext.patch(tiny(), str(path))
     model.save_pretrained(tmp_path / "saved")
-    for extended in (
-        model,
-        ctxext.load(tmp_path / "saved"),
-        ctxext.patch(tiny(), "self_extend", factor=2, trained_length=quarter),
-        ctxext.patch(tiny("bloom", seq_length=TRAINED_LENGTH), "pi", factor=2, trained_length=quarter),
-    ):
+    low = {"factor": 2, "trained_length": quarter}
+    bloom = ctxext.patch(tiny("bloom", seq_length=TRAINED_LENGTH), "pi", **low)
+    for extended in (model, ctxext.load(tmp_path / "saved"), ctxext.patch(tiny(), "self_extend", **low), bloom):
         assert any(note.startswith(said) for note in ctxext.describe(extended).notes)
     others: list[tuple[int, int | None]] = [(2, None), (4, quarter), (8, quarter)]
     for factor, length in others:
@@ -336,12 +333,10 @@ def test_the_verb_finds_every_room_in_a_fresh_process() -> None:
 def test_a_failure_in_any_moment_leaves_the_model_as_it_was(
     moment: steps.Moment, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fail(_: steps.Work) -> None:
-        raise IncompatibleError(f"failed in {moment.name}")
-
-    monkeypatch.setattr(steps, "_STEPS", [*steps.steps(), steps.Step(moment, fail)])
+    failing = steps.Step(moment, Mock(side_effect=IncompatibleError("failed in it")))
+    monkeypatch.setattr(steps, "_STEPS", [*steps.steps(), failing])
     model = tiny()
-    refused(model, IncompatibleError, f"failed in {moment.name}", "yarn", factor=4.0)
+    refused(model, IncompatibleError, "failed in it", "yarn", factor=4.0)
     assert not [name for name in vars(model) if name.startswith("_ctxext")]
 
 

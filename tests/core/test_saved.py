@@ -41,9 +41,8 @@ def test_an_incomplete_form_is_refused() -> None:
             checked_extension({key: value for key, value in whole.items() if key != name}, "it")
 
 
-SIDES = json.loads((Path(__file__).parents[1] / "models" / "saved_sides.json").read_text())["models"]["two methods"][
-    "config"
-]
+SAVED = json.loads((Path(__file__).parents[1] / "models" / "saved_sides.json").read_text())
+SIDES = SAVED["models"]["two methods"]["config"]
 
 
 @pytest.mark.parametrize("value", [None, True, "", "x", "ctxext", {}, {"x": {}}, [7]], ids=str)

@@ -11,16 +11,9 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from torch import Tensor
-from transformers import (
-    AutoModelForCausalLM,
-    CLIPVisionConfig,
-    LlamaConfig,
-    LlamaForCausalLM,
-    LlavaConfig,
-    LlavaForConditionalGeneration,
-    PreTrainedModel,
-)
+from transformers import AutoModelForCausalLM, LlamaConfig, LlavaConfig, LlavaForConditionalGeneration, PreTrainedModel
 
 import ctxext
 from ctxext.checkpoints.write import patch_checkpoint
@@ -34,24 +27,12 @@ from tests.walk.tiny import TRAINED_LENGTH
 LENGTH = 512  # what the scaled checkpoints of these tests read
 ORIGINAL = 64
 PAIRS = 16  # of a tiny Llama: 32 dimensions a head
-LLAMA3 = {
-    "rope_type": "llama3",
-    "rope_theta": 5e5,
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": ORIGINAL,
-}
-YARN = {"rope_type": "yarn", "rope_theta": 1.5e5, "factor": 8.0, "original_max_position_embeddings": ORIGINAL}
+EIGHTFOLD = {"factor": 8.0, "original_max_position_embeddings": ORIGINAL}
+LLAMA3 = {"rope_type": "llama3", "rope_theta": 5e5, "low_freq_factor": 1.0, "high_freq_factor": 4.0} | EIGHTFOLD
+YARN = {"rope_type": "yarn", "rope_theta": 1.5e5} | EIGHTFOLD
 LINEAR = {"rope_type": "linear", "rope_theta": 1e4, "factor": 8.0}
-LONGROPE = {
-    "rope_type": "longrope",
-    "rope_theta": 1e4,
-    "factor": 8.0,
-    "original_max_position_embeddings": ORIGINAL,
-    "short_factor": [1.0 + 0.01 * i for i in range(PAIRS)],
-    "long_factor": [1.0 + i for i in range(PAIRS)],
-}
+LONGROPE = {"rope_type": "longrope", "rope_theta": 1e4} | EIGHTFOLD
+LONGROPE |= {"short_factor": [1.0 + 0.01 * i for i in range(PAIRS)], "long_factor": [1.0 + i for i in range(PAIRS)]}
 SCALED = {"llama3": LLAMA3, "yarn": YARN, "linear": LINEAR, "longrope": LONGROPE}
 
 
@@ -269,16 +250,12 @@ def test_who_shares_a_config_however_python_counts_references(more: int, monkeyp
     assert ctxext.patch(one, "yarn", factor=4).config is not shared
     assert other.config is shared
     alone = tiny()
-
-    def never(*_: Any) -> list[Any]:
-        raise AssertionError("went through all objects, though nobody else holds the config")
-
-    monkeypatch.setattr(gc, "get_referrers", never)
+    monkeypatch.setattr(gc, "get_referrers", lambda *_: pytest.fail("nobody else holds the config"))
     kept = id(alone.config)
     assert id(ctxext.patch(alone, "yarn", factor=4).config) == kept
 
 
-class Twice(LlamaForCausalLM):
+class Twice(transformers.LlamaForCausalLM):
     """Keeps its config under a second name as well, as the decoder of DiffusionGemma does, which makes masks by it."""
 
     def __init__(self, config: LlamaConfig) -> None:
@@ -318,7 +295,7 @@ def test_a_part_of_a_model_is_extended_in_the_config_of_the_whole(kind: str, mon
 
 
 def vision_language(text: LlamaConfig) -> LlavaForConditionalGeneration:
-    vision = CLIPVisionConfig(
+    vision = transformers.CLIPVisionConfig(
         hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, image_size=28, patch_size=14
     )
     return LlavaForConditionalGeneration(LlavaConfig(vision_config=vision, text_config=text)).eval()

@@ -13,15 +13,15 @@ from tests._products import some
 from tests.walk.tiny import TRAINED_LENGTH
 
 LENGTHS = torch.export.Dim("length", min=20, max=4 * TRAINED_LENGTH)
+SHAPES = {"input_ids": {1: LENGTHS}, "use_cache": None}
 pytestmark = [pytest.mark.nightly, pytest.mark.usefixtures("_for_compiling")]
 
 
 @pytest.mark.parametrize("model_type", some(["bloom", "llama"], "llama"))
 def test_a_recorded_program_gives_the_same_logits_at_every_length(model_type: str) -> None:
     model = ctxext.patch(tiny(model_type), "alibi", factor=4.0, trained_length=TRAINED_LENGTH)
-    shapes = {"input_ids": {1: LENGTHS}, "use_cache": None}
     inputs = {"input_ids": tokens(96), "use_cache": False}
-    program = torch.export.export(model, (), inputs, strict=False, dynamic_shapes=shapes).module()
+    program = torch.export.export(model, (), inputs, strict=False, dynamic_shapes=SHAPES).module()
     for length in (40, 3 * TRAINED_LENGTH):
         found = program(input_ids=tokens(length), use_cache=False).logits
         torch.testing.assert_close(found, logits(model, tokens(length)), atol=1e-5, rtol=0)
@@ -38,9 +38,7 @@ def test_pieces_in_a_program_for_every_length_are_refused_by_name(method: str) -
     model = ctxext.patch(tiny(), method, factor=4.0)
     inputs = {"input_ids": tokens(96), "use_cache": False}
     with pytest.raises(IncompatibleError, match="attention in pieces reads the values of position_ids"):
-        torch.export.export(
-            model, (), inputs, strict=False, dynamic_shapes={"input_ids": {1: LENGTHS}, "use_cache": None}
-        )
+        torch.export.export(model, (), inputs, strict=False, dynamic_shapes=SHAPES)
     with pytest.raises(IncompatibleError, match="attention in pieces reads the values of position_ids"):
         torch.jit.trace(_logits_of(model), tokens(96), check_trace=False)
 
@@ -51,9 +49,8 @@ def test_pieces_in_a_program_for_one_length_are_exact_and_so_is_what_it_is_decom
     inputs = {"input_ids": tokens(3 * TRAINED_LENGTH), "use_cache": False}
     program = torch.export.export(model, (), inputs, strict=False)
     for each in (program, program.run_decompositions()):  # by a formula: its sums are rounded in another order
-        torch.testing.assert_close(
-            each.module()(**inputs).logits, logits(model, inputs["input_ids"]), atol=3e-5, rtol=0
-        )
+        found = each.module()(**inputs).logits
+        torch.testing.assert_close(found, logits(model, inputs["input_ids"]), atol=3e-5, rtol=0)
 
 
 def _logits_of(model: nn.Module) -> nn.Module:
