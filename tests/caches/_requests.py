@@ -21,12 +21,8 @@ METHODS: dict[str, dict[str, Any]] = {
     "dynamic_pi": {"method": "dynamic_pi", "factor": 4.0, "growth": "request"},
     "longrope": {"method": LONGROPE},
 }
-EVERY = [
-    *(("llama", method) for method in METHODS),
-    ("bloom", "dynamic_pi"),
-    ("gemma3_text", "dynamic_yarn"),
-    ("gemma3n_text", "dynamic_pi"),
-]
+EVERY = [*(("llama", method) for method in METHODS), ("bloom", "dynamic_pi")]
+EVERY += [("gemma3_text", "dynamic_yarn"), ("gemma3n_text", "dynamic_pi")]
 PROMPT, NEW = TRAINED_LENGTH - 4, 12
 TOTAL = PROMPT + NEW
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -84,11 +85,22 @@ def batched(
 ) -> list[tuple[list[int], list[float]]]:
     """The new tokens of each prompt, and the logarithms of their probabilities."""
     small = ContinuousBatchingConfig(**SIZES | {"return_logprobs": True} | (sizes or {}))
-    results = model.generate_batch(
-        prompts, generation_config=SETTINGS, continuous_batching_config=small, warmup=False, **options
-    )
+    how = {"generation_config": SETTINGS, "continuous_batching_config": small, "warmup": False} | options
+    results = model.generate_batch(prompts, **how)
     assert {result.error for result in results.values()} == {None}
     return [(result.generated_tokens, result.logprobs) for result in results.values()]
+
+
+@contextlib.contextmanager
+def managed(model: PreTrainedModel) -> Iterator[Any]:
+    """A manager that runs, as its caller holds it."""
+    sizes = ContinuousBatchingConfig(**SIZES)
+    manager = model.init_continuous_batching(generation_config=SETTINGS, continuous_batching_config=sizes)
+    manager.start()
+    try:
+        yield manager
+    finally:
+        manager.stop(hard_stop=True)
 
 
 def alone(model: PreTrainedModel, prompts: list[list[int]] = PROMPTS) -> list[tuple[list[int], list[float]]]:
@@ -151,9 +163,8 @@ def test_requests_that_lose_their_blocks_begin_again(method: Method, monkeypatch
     offload = OffloadingManager.offload_requests
     monkeypatch.setattr(OffloadingManager, "offload_requests", lambda self: times.append(1) or offload(self))
     prompts = [tokens(90, rows=4)[row].tolist() for row in range(4)]
-    assert_same(
-        batched(model, prompts, sizes={"num_blocks": 10, "page_size": 16, "safety_margin": 0.0}), alone(model, prompts)
-    )
+    few = {"num_blocks": 10, "page_size": 16, "safety_margin": 0.0}
+    assert_same(batched(model, prompts, sizes=few), alone(model, prompts))
     assert times
 
 
@@ -197,9 +208,8 @@ def test_several_texts_of_one_prompt() -> None:
     model = extended("llama", SELF_EXTEND, {})
     settings = copy.deepcopy(SETTINGS)
     settings.num_return_sequences = 3
-    results = model.generate_batch(
-        PROMPTS, generation_config=settings, continuous_batching_config=ContinuousBatchingConfig(**SIZES), warmup=False
-    )
+    how = {"continuous_batching_config": ContinuousBatchingConfig(**SIZES), "warmup": False}
+    results = model.generate_batch(PROMPTS, generation_config=settings, **how)
     new = [new for new, _ in alone(model)]
     assert [result.generated_tokens for result in results.values()] == [new[0]] * 3 + [new[1]] * 3 + [new[2]] * 3
 
@@ -214,9 +224,8 @@ def test_every_entry_is_refused_in_the_thread_of_its_caller(
     threads, implementation = working(), model.config._attn_implementation
     name = getattr(method, "name", method)
     for enter in ENTRIES:
-        with pytest.raises(
-            IncompatibleError, match=rf"^Method '{name}' .*generate_batch.*({reason}|{OLDER}).* with a padded batch"
-        ):
+        said = rf"^Method '{name}' .*generate_batch.*({reason}|{OLDER}).* with a padded batch"
+        with pytest.raises(IncompatibleError, match=said):
             enter(model)
     assert [thread for thread in working() if thread not in threads] == []  # those of earlier tests may end
     assert model.config._attn_implementation == implementation
@@ -290,10 +299,7 @@ def test_a_manager_that_its_caller_holds_is_refused_by_name_once_the_extension_c
 
     if before is not None:
         change(before)
-    sizes = ContinuousBatchingConfig(**SIZES)
-    manager = model.init_continuous_batching(generation_config=SETTINGS, continuous_batching_config=sizes)
-    manager.start()
-    try:
+    with managed(model) as manager:
         for _ in range(2):  # the second shares blocks of the first
             assert manager.get_result(manager.add_request(PROMPTS[0]), timeout=60).error is None
         if before is not None:
@@ -311,8 +317,6 @@ def test_a_manager_that_its_caller_holds_is_refused_by_name_once_the_extension_c
             change(before) if before is not None else None
         if before is not None and after is not None:  # extended as it was: its keys are right again
             assert manager.get_result(manager.add_request(PROMPTS[0]), timeout=60).error is None
-    finally:
-        manager.stop(hard_stop=True)
 
 
 @paged_in_layers
@@ -320,14 +324,9 @@ def test_a_part_that_was_extended_alone_is_named_in_batches_of_the_whole() -> No
     """Its manager is transformers' own, whose cache holds no token yet."""
     model = tiny()
     ctxext.patch(model.model, "yarn", factor=4.0)
-    sizes = ContinuousBatchingConfig(**SIZES)
-    manager = model.init_continuous_batching(generation_config=SETTINGS, continuous_batching_config=sizes)
-    manager.start()
-    try:
+    with managed(model) as manager:
         error = manager.get_result(manager.add_request(PROMPTS[0]), timeout=60).error
         assert "or belongs to a model around it. Extend the whole, by ctxext.patch" in error
-    finally:
-        manager.stop(hard_stop=True)
 
 
 @paged_in_layers
@@ -349,10 +348,7 @@ def test_a_model_whose_attention_a_manager_has_set_is_extended_when_that_is_stop
 def test_requests_under_way_do_not_go_on_in_a_model_that_was_unpatched(method: str) -> None:
     """Their keys have other positions; transformers pauses a manager for changes of its model."""
     model = ctxext.patch(tiny(), method, factor=4.0)
-    sizes = ContinuousBatchingConfig(**SIZES)
-    manager = model.init_continuous_batching(generation_config=SETTINGS, continuous_batching_config=sizes)
-    manager.start()
-    try:
+    with managed(model) as manager:
         request = manager.add_request(PROMPTS[1], max_new_tokens=400, streaming=True)
         assert not manager.get_result(request, timeout=60).is_finished()
         with manager.pause():
@@ -360,5 +356,3 @@ def test_requests_under_way_do_not_go_on_in_a_model_that_was_unpatched(method: s
         while not (result := manager.get_result(request, timeout=60)).is_finished():
             pass
         assert f"while the model was extended by '{method}'" in result.error
-    finally:
-        manager.stop(hard_stop=True)

@@ -144,18 +144,13 @@ IMAGE = torch.tensor([[7, *[5] * 16, 8]])  # 16 patches in 4 rows: they take 4 p
 
 
 def with_image(text: int) -> Tensor:
-    """20 tokens of text, an image, and more text."""
     return torch.cat([tokens(20), IMAGE, tokens(20 + text)[:, 20:]], dim=1)
 
 
 def seen(ids: Tensor) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(2)
-    image = torch.randn(64 * len(ids), 96, generator=generator)
-    return {
-        "pixel_values": image,
-        "image_grid_thw": torch.tensor([[1, 8, 8]] * len(ids)),
-        "mm_token_type_ids": (ids == 5).long(),
-    }
+    image, grid = torch.randn(64 * len(ids), 96, generator=generator), torch.tensor([[1, 8, 8]] * len(ids))
+    return {"pixel_values": image, "image_grid_thw": grid, "mm_token_type_ids": (ids == 5).long()}
 
 
 def fitted(last: int) -> PreTrainedModel:

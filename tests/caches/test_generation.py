@@ -20,19 +20,8 @@ from ctxext.errors import IncompatibleError, InvalidParameterError
 from ctxext.methods.longrope import LongRoPE
 from tests._models import logits, tiny, tokens
 from tests._programs import ROOT, ran
-from tests.caches._requests import (
-    EVERY,
-    LONG_SET,
-    LONGROPE,
-    METHODS,
-    NEW,
-    PROMPT,
-    TOTAL,
-    build,
-    padded,
-    prepared,
-    stepped,
-)
+from tests.caches import _requests
+from tests.caches._requests import EVERY, LONGROPE, METHODS, NEW, PROMPT, TOTAL, build, padded, prepared
 from tests.walk.tiny import TRAINED_LENGTH
 
 GREEDY: dict[str, Any] = {"max_new_tokens": NEW, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
@@ -112,12 +101,11 @@ def test_one_graph_serves_the_steps_of_all_requests() -> None:
 def test_a_call_is_checked_before_its_graph() -> None:
     model, ids = build("dynamic_ntk"), tokens(TOTAL + 1)
     cache = StaticCache(config=model.config, max_cache_len=2 * TOTAL)
-    stepped(model, ids[:, :-1], cache, ctxext_length=TOTAL)
+    _requests.stepped(model, ids[:, :-1], cache, ctxext_length=TOTAL)
     with pytest.raises(InvalidParameterError, match="A text of 73 tokens is longer than the 72 declared for it"):
         prepared(model, ids, cache, ctxext_length=TOTAL)
-    with pytest.raises(
-        InvalidParameterError, match=r"ctxext_length=\[72, 72\] has 2 numbers, but the batch has 1 rows"
-    ):
+    says = r"ctxext_length=\[72, 72\] has 2 numbers, but the batch has 1 rows"
+    with pytest.raises(InvalidParameterError, match=says):
         prepared(model, ids, cache, ctxext_length=[TOTAL, TOTAL])
     again = prepared(model, ids, copy.deepcopy(cache), ctxext_length=TOTAL + 9)  # its tokens were told less
     assert again["input_ids"].shape == ids.shape
@@ -234,9 +222,8 @@ def test_guidance_is_right_or_refused_before_the_first_token(growth: str) -> Non
     how: dict[str, Any] = {"guidance_scale": 2.0, "max_new_tokens": 6}
     with read_by(model) as widths:
         for negative, new in ((2 * TRAINED_LENGTH - 2, 6), (TRAINED_LENGTH - 4, 6), (1, TRAINED_LENGTH + 1)):
-            with pytest.raises(
-                IncompatibleError, match=r"changes positions between \d+ and \d+ tokens\. guidance_scale"
-            ):
+            says = r"changes positions between \d+ and \d+ tokens\. guidance_scale"
+            with pytest.raises(IncompatibleError, match=says):
                 generated(model, tokens(9), **how | {"negative_prompt_ids": tokens(negative), "max_new_tokens": new})
     assert widths == []
     negative = {"negative_prompt_ids": tokens(TRAINED_LENGTH - 5)}
@@ -246,9 +233,8 @@ def test_guidance_is_right_or_refused_before_the_first_token(growth: str) -> Non
         negative = {"negative_prompt_ids": tokens(TRAINED_LENGTH + 1)}
         cached, anew = (generated(model, tokens(9), **how, **negative, use_cache=use) for use in (True, False))
         assert torch.equal(cached, anew)
-    assert (
-        generated(model, tokens(9), **how | {"max_new_tokens": TRAINED_LENGTH + 1, "use_cache": False}).shape[1] == 74
-    )
+    long = how | {"max_new_tokens": TRAINED_LENGTH + 1, "use_cache": False}
+    assert generated(model, tokens(9), **long).shape[1] == 74
 
 
 @pytest.mark.slow
@@ -270,7 +256,7 @@ def test_positions_that_change_within_a_padded_prompt_are_refused(growth: str) -
 
 
 def test_an_equal_pair_of_sets_follows_no_length() -> None:
-    static = LongRoPE(short_factor=LONG_SET, long_factor=LONG_SET, factor=4.0, growth="request")
+    static = LongRoPE(short_factor=_requests.LONG_SET, long_factor=_requests.LONG_SET, factor=4.0, growth="request")
     assert not static.dynamic
     model = ctxext.patch(tiny(), static)
     assert "forward" not in vars(model)

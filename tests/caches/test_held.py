@@ -23,20 +23,8 @@ from ctxext.methods.retrieval_heads import RetrievalHeads
 from ctxext.methods.streaming import Streaming
 from tests._models import logits, tiny, tokens
 from tests._programs import ROOT, ran
-from tests.attention._remapped import (
-    EXACT,
-    KINDS,
-    SELF_EXTEND,
-    TWO_KINDS,
-    error,
-    every_method,
-    every_pair,
-    extended,
-    model_of,
-    patched,
-    require_equal,
-    target,
-)
+from tests.attention import _remapped
+from tests.attention._remapped import EXACT, error, extended, target
 
 SINKS, WINDOW, SPARE = 4, 24, 32
 MOST = SINKS + WINDOW + 2 * SPARE  # with what may be cropped, and as much again between two cuts
@@ -71,10 +59,8 @@ def require_one_pass(model: PreTrainedModel, cache: Any, ids: Tensor, *steps: in
         right = logits(model, ids[row : row + 1, start : at + sum(steps)])[0]
         here, stop = max(at, start), at + sum(steps)
         error = float((found[row, here - at :] - right[here - start : stop - start]).abs().max())
-        assert error < (1e-6 if right.dtype == torch.float64 else 1e-4) * max(1.0, float(right.abs().max())), (
-            row,
-            error,
-        )
+        share = 1e-6 if right.dtype == torch.float64 else 1e-4
+        assert error < share * max(1.0, float(right.abs().max())), (row, error)
 
 
 def split(**parameters: Any) -> PreTrainedModel:
@@ -113,10 +99,10 @@ def require_few(cache: DynamicCache, length: int) -> None:
 
 
 @pytest.mark.slow
-@every_pair
+@_remapped.every_pair
 def test_passes_of_any_size_are_one_pass(cls: type[RemapMethod], model_type: str) -> None:
     """In a growing cache and in a static one, a padded row beside a full one."""
-    kind = KINDS[model_type]
+    kind = _remapped.KINDS[model_type]
     if not kind.decodes:
         pytest.skip("transformers reads with a cache otherwise than without one")
     model, method = extended(cls, model_type)
@@ -276,7 +262,7 @@ def test_retrieval_heads_hold_less_unless_one_vector_serves_all_heads(model_type
         near = [layer.near for layer in cache.layers if getattr(layer, "near", None) is not None]
         return sum(part.keys.numel() + part.values.numel() for part in [*cache.layers, *near])
 
-    plain, (model, _) = numbers(model_of(model_type)), extended(RetrievalHeads, model_type)
+    plain, (model, _) = numbers(_remapped.model_of(model_type)), extended(RetrievalHeads, model_type)
     if model_type == "deepseek_v3":
         assert numbers(model) == plain
         assert "The cache holds all tokens" in str(ctxext.describe(model))
@@ -290,19 +276,19 @@ def test_retrieval_heads_hold_less_unless_one_vector_serves_all_heads(model_type
 def test_layers_that_share_keys(model_type: str, name: str) -> None:
     """No layer drops keys that a later one reads, and those that compute the last queries only see what they saw."""
     methods: dict[str, RemapMethod] = {
-        "self_extend": SELF_EXTEND,
+        "self_extend": _remapped.SELF_EXTEND,
         "streaming": Streaming(factor=4, window=WINDOW, exact=False),
         "retrieval_heads": RetrievalHeads(factor=4, heads=(3,), sinks=SINKS, window=WINDOW, exact=False),
     }
-    model = tiny(model_type, **TWO_KINDS, num_kv_shared_layers=2).double()
+    model = tiny(model_type, **_remapped.TWO_KINDS, num_kv_shared_layers=2).double()
     short = tokens(40)
     before = logits(model, short), logits(model, short, logits_to_keep=1)
-    patched(model, methods[name])
+    _remapped.patched(model, methods[name])
     if name == "self_extend":
         now = logits(model, short), logits(model, short, logits_to_keep=1)
         assert all(map(torch.equal, now, before))
     inputs = tokens(150, rows=2)
-    require_equal(logits(model, inputs, logits_to_keep=5), logits(model, inputs)[:, -5:])
+    _remapped.require_equal(logits(model, inputs, logits_to_keep=5), logits(model, inputs)[:, -5:])
     for padding in (0, 9):
         require_one_pass(model, DynamicCache(config=model.config), inputs, 100, *[1] * 30, 20, padding=padding)
 
@@ -312,7 +298,7 @@ class OtherLayer(DynamicLayer):
 
 
 @pytest.mark.slow
-@every_method
+@_remapped.every_method
 def test_a_cache_of_another_kind_is_read_as_it_is(cls: type[RemapMethod]) -> None:
     model, method = extended(cls)
     ids = tokens(min(target(method), 96))
@@ -327,11 +313,7 @@ def test_a_cache_of_another_kind_is_read_as_it_is(cls: type[RemapMethod]) -> Non
 @pytest.mark.nightly
 @pytest.mark.parametrize(
     "what",
-    [
-        ("self_extend", "retrieval_heads"),
-        ("dual_chunk", "rerope", "dpe", "string", "streaming", "texts"),
-        ("growing",),
-    ],
+    [("self_extend", "retrieval_heads"), ("dual_chunk", "rerope", "dpe", "string", "streaming", "texts"), ("growing",)],
     ids=["two", "others", "growing"],
 )
 def test_a_step_is_one_graph_and_whole_texts_are_refused_with_the_reason(what: tuple[str, ...]) -> None:

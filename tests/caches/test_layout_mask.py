@@ -8,34 +8,28 @@ from typing import Any
 
 import pytest
 import torch
-from transformers.masking_utils import (
-    and_masks,
-    bidirectional_mask_function,
-    causal_mask_function,
-    or_masks,
-    packed_sequence_mask_function,
-    sliding_window_bidirectional_mask_function,
-)
+from transformers import masking_utils
+from transformers.masking_utils import causal_mask_function, or_masks
 
 from ctxext.caches.layout_mask import LayoutMask
 from ctxext.errors import IncompatibleError
 from ctxext.probe.code import shows_all
 
 ALWAYS = or_masks(causal_mask_function, lambda *args: torch.tensor(True))  # as in EmbeddingGemma
-PACKED = packed_sequence_mask_function(torch.zeros(1, 8, dtype=torch.long))
+PACKED = masking_utils.packed_sequence_mask_function(torch.zeros(1, 8, dtype=torch.long))
 
 
 @pytest.mark.parametrize(
     ("mask_function", "all_is_shown"),
     [
-        (bidirectional_mask_function, True),
+        (masking_utils.bidirectional_mask_function, True),
         (ALWAYS, True),
         (causal_mask_function, False),
-        (sliding_window_bidirectional_mask_function(4), False),
+        (masking_utils.sliding_window_bidirectional_mask_function(4), False),
         (or_masks(causal_mask_function, lambda *args: torch.tensor(False)), False),
         (or_masks(causal_mask_function, PACKED), False),
         (or_masks(causal_mask_function, lambda b, h, i, j: (i < 4) & (j < 4)), False),
-        (and_masks(ALWAYS, PACKED), False),
+        (masking_utils.and_masks(ALWAYS, PACKED), False),
     ],
 )
 def test_what_is_shown(mask_function: object, all_is_shown: bool) -> None:

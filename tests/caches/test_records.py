@@ -69,9 +69,8 @@ def test_beams_over_quantized_keys_follow_a_length(model_type: str, method: str)
 def test_rows_keep_their_length_where_the_first_layer_holds_a_state() -> None:
     """Two rows, of which one is longer than the trained length, change places."""
     changes = {"layer_types": ["linear_attention", "full_attention"] * 2, "num_hidden_layers": 4}
-    model = ctxext.patch(
-        tiny("qwen3_next", **changes), "dynamic_yarn", factor=4.0, growth="doubling", trained_length=64
-    )
+    how = {"factor": 4.0, "growth": "doubling", "trained_length": 64}
+    model = ctxext.patch(tiny("qwen3_next", **changes), "dynamic_yarn", **how)
     ids, cache, last = tokens(91, rows=2), DynamicCache(config=model.config), torch.ones(2, 1, dtype=torch.long)
     keep = (torch.arange(90)[None] >= torch.tensor([[40], [0]])).long()
     with torch.no_grad():
