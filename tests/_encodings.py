@@ -55,14 +55,14 @@ def carried_by(encoding: Encoding, batch: int, length: int, hidden: int) -> Tens
     return None if weight is None else encoding.carried(torch.randn(batch, length, hidden, dtype=weight.dtype))
 
 
-def _case(layout: Layout) -> list[Tensor]:
+def case(layout: Layout, dtype: torch.dtype = torch.float64, *, states: bool = False) -> list[Tensor]:
+    """q, k and v, and the states of every key if they are asked for."""
     torch.manual_seed(1)
     heads = (SPEC.num_heads, SPEC.num_kv_heads, SPEC.num_kv_heads)
     lengths = (layout.query_length, layout.key_length, layout.key_length)
-    return [
-        torch.randn(layout.batch, count, length, SPEC.head_dim, dtype=torch.float64, requires_grad=True)
-        for count, length in zip(heads, lengths, strict=True)
-    ]
+    shapes = [(layout.batch, count, length, SPEC.head_dim) for count, length in zip(heads, lengths, strict=True)]
+    shapes += [(layout.batch, layout.key_length, SPEC.hidden_size)] * states
+    return [torch.randn(shape, dtype=torch.float64).to(dtype).requires_grad_() for shape in shapes]
 
 
 def _pair_by_pair(definition: Definition, encoding: Encoding, tensors: list[Tensor], layout: Layout) -> Tensor:
@@ -96,7 +96,7 @@ def check_score(method: EncodingMethod, definition: Definition, monkeypatch: pyt
     """Every backend that serves the method gives what its definition says, forward and backward, on every layout."""
     encoding = encoding_of(method)
     for where, layout in LAYOUTS.items():
-        tensors = _case(layout)
+        tensors = case(layout)
         wanted = [*tensors, *encoding.parameters()]
         right = _pair_by_pair(definition, encoding, tensors, layout)
         exact = _gradients(right, wanted)

@@ -9,17 +9,8 @@ from ctxext.laboratory.run import Laboratory, LabSettings, prepare
 from ctxext.laboratory.subjects import Body
 
 SMALL = Body(hidden=16, layers=1, heads=2)
-TINY = LabSettings(
-    text=SMALL,
-    puzzle=SMALL,
-    length=16,
-    text_steps=3,
-    text_rows=4,
-    windows=4,
-    puzzle_steps=2,
-    puzzle_tokens=100,
-    puzzle_rows=4,
-)
+COUNTS = {"text_steps": 3, "text_rows": 4, "windows": 4, "puzzle_steps": 2, "puzzle_tokens": 100, "puzzle_rows": 4}
+TINY = LabSettings(text=SMALL, puzzle=SMALL, length=16, **COUNTS)
 
 
 def laboratory(output: Path | None, text: Path, settings: LabSettings = TINY, **asked: Any) -> Laboratory:

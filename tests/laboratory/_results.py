@@ -21,51 +21,28 @@ def nested(values: Tensor) -> Any:
     return tuple(nested(one) if one.ndim else one.item() for one in values)
 
 
+def reading(task: str, name: str, scores: Tensor, kind: str = "encoding", **more: Any) -> LabReading:
+    """What a subject, or one with an extension, came to in a task."""
+    subject, _, extension = name.partition(" + ")
+    cost = {"parameters": 1, "steps": 1, "seconds": 1.0, "seeds": tuple(range(SEEDS))}
+    measured = {"scores": nested(scores), "truncated": (), "order": ()} | more
+    return LabReading(task=task, subject=subject, kind=kind, extension=extension, **cost, **measured)
+
+
 def of_text(
     name: str, loss: float, *, order: float = 0.5, truncated: float = 9.0, size: float = 0.01, seed: int = 0
 ) -> LabReading:
-    subject, _, extension = name.partition(" + ")
-    return LabReading(
-        task="text",
-        subject=subject,
-        kind="encoding",
-        extension=extension,
-        parameters=1,
-        steps=1,
-        seconds=1.0,
-        seeds=tuple(range(SEEDS)),
-        scores=nested(loss + noise(SEEDS, WINDOWS, BLOCKS, seed=seed, size=size)),
-        truncated=() if extension else nested(truncated + noise(SEEDS, WINDOWS, 3, seed=seed + 1)),
-        order=() if extension else nested(order + noise(SEEDS, WINDOWS, seed=seed + 2)),
-    )
+    more = {"truncated": nested(truncated + noise(SEEDS, WINDOWS, 3, seed=seed + 1))}
+    more["order"] = nested(order + noise(SEEDS, WINDOWS, seed=seed + 2))
+    scores = loss + noise(SEEDS, WINDOWS, BLOCKS, seed=seed, size=size)
+    return reading("text", name, scores, **({} if " + " in name else more))
 
 
 def of_parity(name: str, inside: float, beyond: float, *, kind: str = "encoding") -> LabReading:
     shares = torch.tensor([inside, inside, beyond, beyond, beyond]).double()
-    scores = shares + noise(SEEDS, WINDOWS, 5)
-    subject, _, extension = name.partition(" + ")
-    return LabReading(
-        task="parity",
-        subject=subject,
-        kind=kind,
-        extension=extension,
-        parameters=1,
-        steps=1,
-        seconds=1.0,
-        seeds=tuple(range(SEEDS)),
-        scores=nested(scores),
-        truncated=(),
-        order=(),
-    )
+    return reading("parity", name, shares + noise(SEEDS, WINDOWS, 5), kind)
 
 
 def result_of(*readings: LabReading) -> LabResult:
-    return LabResult(
-        preset="quick",
-        settings={"length": 64},
-        readings=readings,
-        documents=(),
-        text_sha256="",
-        seconds=1.0,
-        provenance={},
-    )
+    rest: dict[str, Any] = {"documents": (), "text_sha256": "", "seconds": 1.0, "provenance": {}}
+    return LabResult(preset="quick", settings={"length": 64}, readings=readings, **rest)

@@ -26,8 +26,7 @@ BETTER = Claim(says="a beats b", source="a paper", better="a", worse="b")
 
 
 @pytest.mark.parametrize(
-    ("own", "other", "expected"),
-    [(2.0, 2.2, "reproduced"), (2.2, 2.0, "contradicted"), (2.0, 2.0, "not at this size")],
+    ("own", "other", "expected"), [(2.0, 2.2, "reproduced"), (2.2, 2.0, "contradicted"), (2.0, 2.0, "not at this size")]
 )
 def test_a_difference_beyond_its_error_decides(own: float, other: float, expected: str) -> None:
     assert answer(BETTER, of_text("a", own), of_text("b", other, seed=5)) == (expected, "")
@@ -70,13 +69,9 @@ def test_alone_is_judged_against_the_best_of_the_others() -> None:
 
 
 def test_kin_recurrent_models_and_extensions_are_no_rivals() -> None:
-    no_rivals = [
-        of_parity("p_with_gate", 1.0, 1.0),
-        of_parity("m", 1.0, 1.0, kind="recurrent"),
-        of_parity("x", 0.6, 0.5),
-    ]
-    extended = of_parity("x + pi", 1.0, 1.0)
-    assert answer(ALONE, of_parity("p", 1.0, 0.9), *no_rivals, extended)[0] == "reproduced"
+    no_rivals = [of_parity(name, 1.0, 1.0) for name in ("p_with_gate", "x + pi")]
+    no_rivals += [of_parity("m", 1.0, 1.0, kind="recurrent")]
+    assert answer(ALONE, of_parity("p", 1.0, 0.9), of_parity("x", 0.6, 0.5), *no_rivals)[0] == "reproduced"
 
 
 def test_that_it_did_not_learn_the_puzzle_itself_is_no_success() -> None:

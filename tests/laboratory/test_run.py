@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import concurrent.futures
-import importlib
 import itertools
 import re
-import sys
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -27,8 +24,6 @@ from ctxext.laboratory.subjects import EXTENSIONS, subjects
 from ctxext.laboratory.tasks import TASKS, byte_text
 from ctxext.measuring.loss import loss_by_position, truncated_loss
 from ctxext.measuring.survey import Answer
-from ctxext.methods import METHODS, Method
-from ctxext.registry import discover
 from ctxext.texts.documents import read_documents
 from tests._programs import command
 from tests.laboratory._laboratory import SMALL, TINY, laboratory
@@ -90,13 +85,9 @@ def one_fails(job: LabJob) -> Answer:
 
 def readable(result: LabResult) -> str:
     """The page without what a clock says."""
-    still = replace(
-        result,
-        readings=tuple(replace(reading, seconds=0.0) for reading in result.readings),
-        seconds=0.0,
-        provenance=result.provenance | {"date": "2026-01-01"},
-    )
-    return lab_page(still).html()
+    readings = tuple(replace(reading, seconds=0.0) for reading in result.readings)
+    about = result.provenance | {"date": "2026-01-01"}
+    return lab_page(replace(result, readings=readings, seconds=0.0, provenance=about)).html()
 
 
 @pytest.fixture(scope="module")
@@ -104,87 +95,18 @@ def result(text: Path) -> LabResult:
     return laboratory(None, text).run()
 
 
-# Who is measured
-
-
-NEW = '''
-"""A method of somebody."""
-
-from dataclasses import dataclass
-from typing import ClassVar, Literal
-
-from ctxext.methods.encoding import Encoding, EncodingForm, EncodingMethod
-
-
-class Fading(Encoding):
-    def added(self, positions):
-        return positions[..., None].float().neg().exp().expand(*positions.shape, self.size)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Backwards(EncodingMethod):
-    """Add what fades."""
-
-    name: ClassVar[str] = "backwards"
-    summary: ClassVar[str] = "fades"
-    source: ClassVar[str] = "nowhere"
-    form: ClassVar[EncodingForm] = "input"
-
-    def build(self, spec):
-        module = Fading()
-        module.size = spec.hidden_size
-        return module
-'''
-
-
-@pytest.fixture
-def new_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """One more file in the folder of methods, as whoever starts Python then finds it."""
-    package = importlib.import_module("ctxext.methods")
-    (tmp_path / "backwards.py").write_text(NEW, encoding="utf-8")
-    monkeypatch.setattr(package, "__path__", [*package.__path__, str(tmp_path)])
-    for name, kind in discover(package, Method).items():
-        if name not in METHODS:
-            monkeypatch.setitem(METHODS, name, kind)
-    yield
-    del sys.modules["ctxext.methods.backwards"]
-    vars(package).pop("backwards", None)
-
-
-@pytest.mark.nightly
-@pytest.mark.usefixtures("new_file")
-def test_a_new_file_among_the_methods_is_measured_and_shown(text: Path) -> None:
-    """Not another line is touched."""
-    assert subjects()["backwards"].is_slow
-    measured = laboratory(None, text, only=("backwards", "rope"), seeds=1).run()
-    assert measured.find("text", "backwards") is not None
-    assert measured.find("parity", "backwards") is not None
-    shown = lab_page(measured)
-    assert len(shown.figures) == 2
-    assert all("backwards" in figure.alternative for figure in shown.figures)
-    assert "backwards" in shown.html()
-
-
-# What is measured
-
-
 @pytest.mark.nightly
 def test_what_is_kept_of_a_cell(result: LabResult) -> None:
-    assert [reading.name for reading in result.of("text")] == [
-        "rope",
-        *(f"rope + {name}" for name in EXTENSIONS),
-        "alibi",
-    ]
+    names = [reading.name for reading in result.of("text")]
+    assert names == ["rope", *(f"rope + {name}" for name in EXTENSIONS), "alibi"]
     for reading in result.of("text"):
         assert reading.values.shape == (2, 4, len(work.blocks_of(16)) - 1)
         assert reading.steps == 3
         assert 3 < result.at(reading, 8).mean() < 8, "about log 256 after three steps"
     rope = result.find("text", "rope")
-    assert rope is not None
     assert torch.tensor(rope.truncated).shape == (2, 4, 3)
     assert torch.tensor(rope.order).shape == (2, 4)
     parity = result.find("parity", "alibi")
-    assert parity is not None
     assert parity.values.shape == (2, 4, 5)
 
 
@@ -200,10 +122,8 @@ def test_the_numbers_of_a_cell_by_hand(text: Path, monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(LabJob, "_answer", kept)
     read = byte_text(list(read_documents([text])), 8 * TINY.length, TINY.windows)
-    on_text, on_puzzles = (
-        LabJob.of(task, subjects()["rope"], 0, TINY, own).ask().values["readings"]
-        for task, own in (("text", read), ("parity", None))
-    )
+    jobs = [LabJob.of(task, subjects()["rope"], 0, TINY, own) for task, own in (("text", read), ("parity", None))]
+    on_text, on_puzzles = (job.ask().values["readings"] for job in jobs)
     edges = work.blocks_of(TINY.length)
     for name in ("", *EXTENSIONS):
         for model in trained if name else ():
@@ -251,15 +171,11 @@ def test_order_is_learned_by_training_and_not_before(tmp_path: Path) -> None:
     path.write_text("aab" * 4000, encoding="utf-8")
     settings = replace(TINY, text=PAIR, text_steps=250, windows=16, rate=0.005)
     asked: dict[str, Any] = {"only": ("alibi",), "tasks": ("text",), "seeds": 1}
-    learned, blank = (
-        laboratory(None, path, each, **asked).run() for each in (settings, replace(settings, text_steps=1))
-    )
+    short = replace(settings, text_steps=1)
+    learned, blank = (laboratory(None, path, each, **asked).run() for each in (settings, short))
     assert learned.evidence(learned.of("text")[0]).mean > 0.1
     assert learned.has_learned(learned.of("text")[0])
     assert not blank.has_learned(blank.of("text")[0])
-
-
-# What is kept
 
 
 @pytest.mark.nightly
@@ -321,9 +237,6 @@ def test_a_folder_of_something_else_is_refused(text: Path, tmp_path: Path) -> No
         laboratory(tmp_path, text, tasks=("parity",)).run()
 
 
-# What is shown
-
-
 @pytest.mark.nightly
 def test_the_page_says_who_learned_order_before_anything_beyond(result: LabResult, tmp_path: Path) -> None:
     written = write_page(lab_page(result), tmp_path, "lab", "{}")
@@ -344,9 +257,6 @@ def test_the_presets_are_sound() -> None:
         assert {"text", "parity"} <= set(preset.tasks) <= {"text", *TASKS}
         assert preset.seeds >= 2, "an error over seeds"
         assert preset.settings.length % 8 == 0
-
-
-# Mistakes
 
 
 @pytest.mark.parametrize(
@@ -373,10 +283,8 @@ def test_mistakes_are_told_before_anything_is_measured(
 @pytest.mark.nightly
 def test_the_command_trains_and_shows(text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(PRESETS, "quick", replace(PRESETS["quick"], settings=TINY))
-    said = command(
-        "lab", "--only", "rope,alibi", "-t", "text", "--text", text, "--seeds", 1, "--workers", 1, "-o", tmp_path
-    )
-    assert said.exit_code == 0, said.stderr
+    given = ["--only", "rope,alibi", "-t", "text", "--text", text, "--seeds", 1, "--workers", 1, "-o", tmp_path]
+    said = command("lab", *given, code=0)
     assert said.stdout.index("learn order") < said.stdout.index("published claims")
     assert (tmp_path / "lab.html").is_file()
     wrong = command("lab", "--task", "sort", "-o", tmp_path)

@@ -27,10 +27,9 @@ def test_everybody_who_can_take_the_place_of_rotation_is_here() -> None:
 @pytest.mark.parametrize("name", RECURRENT)
 def test_recurrent_models_have_about_as_many_weights_and_any_length(name: str) -> None:
     body = PRESETS["quick"].settings.text
-    ours, theirs = (
-        sum(weight.numel() for weight in one.build(body, vocabulary=256, trained_length=128, seed=0).parameters())
-        for one in (subjects()["rope"], subjects()[name])
-    )
+    how = {"vocabulary": 256, "trained_length": 128, "seed": 0}
+    built = [subjects()[one].build(body, **how) for one in ("rope", name)]
+    ours, theirs = (sum(weight.numel() for weight in model.parameters()) for model in built)
     assert 0.8 < theirs / ours < 1.25
     model = subjects()[name].build(PAIR, vocabulary=7, trained_length=8, seed=0).eval()
     tokens = torch.randint(0, 7, (2, 50), generator=torch.Generator().manual_seed(0))

@@ -15,19 +15,9 @@ from ctxext.kernels import Layout
 from ctxext.laboratory import scores
 from ctxext.laboratory.encodings.fox import FoX
 from ctxext.methods.encoding import Encoding, EncodingSpec
-from tests._encodings import SCALE, SPEC, attended, encoding_of, pairs_of
+from tests._encodings import SCALE, SPEC, attended, case, encoding_of, pairs_of
 
 GOLDEN = Path(__file__).parents[2] / "golden" / "fox.json"
-
-
-def _case(layout: Layout, dtype: torch.dtype = torch.float64) -> list[Tensor]:
-    """q, k, v and the states that the gates are computed from, of every key."""
-    torch.manual_seed(1)
-    heads = (SPEC.num_heads, SPEC.num_kv_heads, SPEC.num_kv_heads)
-    lengths = (layout.query_length, layout.key_length, layout.key_length)
-    shapes = [(layout.batch, n, length, SPEC.head_dim) for n, length in zip(heads, lengths, strict=True)]
-    shapes.append((layout.batch, layout.key_length, SPEC.hidden_size))
-    return [torch.randn(shape, dtype=torch.float64).to(dtype).requires_grad_() for shape in shapes]
 
 
 def _written_out(encoding: Encoding, tensors: list[Tensor]) -> Tensor:
@@ -72,7 +62,7 @@ def test_in_fewer_bits_it_is_as_right_as_attention_written_out_in_them(dtype: to
     with torch.no_grad():
         for weight in encoding.parameters():
             weight.copy_(weight.to(dtype))
-    tensors = _case(layout, dtype)
+    tensors = case(layout, dtype, states=True)
     names = ["q", "k", "v", "states", "weight", "bias"]
     right = _written_out(encoding, tensors)
     exact = _gradients(right, [*tensors, *encoding.parameters()])
@@ -89,31 +79,28 @@ def test_in_fewer_bits_it_is_as_right_as_attention_written_out_in_them(dtype: to
 def test_is_what_the_authors_reference_computes(monkeypatch: pytest.MonkeyPatch) -> None:
     stored = json.loads(GOLDEN.read_text())
     assert stored["provenance"]["commit"] == "883f260c636e87971339749b0d8310004794a5cc"
-    for case in stored["cases"]:
-        q, k, v, gates, up = (
-            torch.tensor(case[name], dtype=torch.float64) for name in ("q", "k", "v", "log_fgate", "dout")
-        )
+    for one in stored["cases"]:
+        names = ("q", "k", "v", "log_fgate", "dout")
+        q, k, v, gates, up = (torch.tensor(one[name], dtype=torch.float64) for name in names)
         wanted = [part.requires_grad_() for part in (q, k, v, gates)]
         layout = Layout.causal(q.shape[0], q.shape[2], k.shape[2])
-        if case["seq_start"] is not None:
-            keep = torch.arange(k.shape[2]) >= torch.tensor(case["seq_start"])[:, None]
+        if one["seq_start"] is not None:
+            keep = torch.arange(k.shape[2]) >= torch.tensor(one["seq_start"])[:, None]
             layout = Layout.padded(keep, query=q.shape[2])
         for name, size in (("reference", None), ("sdpa", None), ("sdpa", 1)):
             monkeypatch.setattr(scores, "BIAS_BYTES", 64 * 2**20 if size is None else 4 * 16 * 16 * 2)
             score = encoding_of(FoX()).score(pairs_of(q, k, layout, gates[..., None]))
-            out = attended(name, score, q, k, v, layout, scale=case["scale"])
+            out = attended(name, score, q, k, v, layout, scale=one["scale"])
             found = [out, *torch.autograd.grad(out, wanted, up)]
             for what, part in zip(("out", "dq", "dk", "dv", "dlog_fgate"), found, strict=True):
-                right = torch.tensor(case[what], dtype=torch.float64)
+                right = torch.tensor(one[what], dtype=torch.float64)
                 torch.testing.assert_close(part, right, rtol=1e-9, atol=1e-9, msg=lambda said, of=what: f"{of}: {said}")
 
 
 def test_begins_as_the_paper_says() -> None:
     torch.manual_seed(0)
-    spec = EncodingSpec(
-        hidden_size=400, num_heads=8, num_kv_heads=2, head_dim=50, num_layers=1, trained_length=8, embedding_std=0.03
-    )
-    encoding = FoX().build(spec)
+    sizes = {"hidden_size": 400, "num_heads": 8, "num_kv_heads": 2, "head_dim": 50, "num_layers": 1}
+    encoding = FoX().build(EncodingSpec(**sizes, trained_length=8, embedding_std=0.03))
     assert encoding.weight.shape == (8, 400)
     assert abs(encoding.weight.std().item() - 0.03) < 0.002
     assert torch.equal(encoding.bias, torch.zeros(8))

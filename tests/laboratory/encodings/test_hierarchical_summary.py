@@ -13,7 +13,7 @@ from ctxext.kernels import Layout
 from ctxext.laboratory.encodings import hierarchical_summary
 from ctxext.laboratory.encodings.hierarchical_summary import HierarchicalSummary
 from ctxext.methods.encoding import Encoding
-from tests._encodings import LAYOUTS, SCALE, SPEC, attended, encoding_of, pairs_of
+from tests._encodings import LAYOUTS, SCALE, SPEC, attended, case, encoding_of, pairs_of
 
 WINDOW = 3
 
@@ -78,12 +78,7 @@ def by_definition(encoding: Encoding, q: Tensor, k: Tensor, v: Tensor, layout: L
 def test_is_its_definition_forward_and_backward(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hierarchical_summary, "BLOCK", 5)
     layout, encoding = (LAYOUTS | LONGER)[where], encoding_of(HierarchicalSummary(window=WINDOW))
-    torch.manual_seed(1)
-    lengths = (layout.query_length, layout.key_length, layout.key_length)
-    q, k, v = (
-        torch.randn(layout.batch, heads, length, SPEC.head_dim, dtype=torch.float64, requires_grad=True)
-        for heads, length in zip((SPEC.num_heads, 2, 2), lengths, strict=True)
-    )
+    q, k, v = case(layout)
     wanted = [q, k, v, *encoding.parameters()]
     right = by_definition(encoding, q, k, v, layout)
     grad = torch.randn_like(right)
@@ -101,7 +96,6 @@ def test_larger_blocks_than_the_target_length_has_share_a_score() -> None:
 
 @pytest.mark.parametrize("bad", [-1, 2.5, 25])
 def test_bad_windows_are_refused(bad: Any) -> None:
-    with pytest.raises(
-        InvalidParameterError, match=r"window must be (a whole number of|at most the target length of 24)"
-    ):
+    says = r"window must be (a whole number of|at most the target length of 24)"
+    with pytest.raises(InvalidParameterError, match=says):
         HierarchicalSummary(factor=2, window=bad).build(SPEC)

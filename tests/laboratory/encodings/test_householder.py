@@ -84,9 +84,8 @@ def golden(name: str) -> list[dict[str, Any]]:
 def test_attention_is_what_the_authors_code_computes() -> None:
     """Their naive form computes in float32; gates are added before the scale, as they do it."""
     for case in golden("path"):
-        q, k, v, w, beta, g = (
-            torch.tensor(case[name], dtype=torch.float64).transpose(1, 2) for name in ("q", "k", "v", "w", "beta", "g")
-        )
+        tensors = [torch.tensor(case[name], dtype=torch.float64) for name in ("q", "k", "v", "w", "beta", "g")]
+        q, k, v, w, beta, g = (tensor.transpose(1, 2) for tensor in tensors)
         passed = g.cumsum(-1)
         found = scores(q, k, w, beta, 4) + passed[..., :, None] - passed[..., None, :]
         ahead = torch.ones(q.shape[2], q.shape[2], dtype=torch.bool).triu(1)

@@ -13,20 +13,9 @@ from ctxext.laboratory import scores
 from ctxext.laboratory.encodings.path import PaTH
 from ctxext.methods import known_methods
 from ctxext.methods.encoding import Encoding
-from tests._encodings import LAYOUTS, SCALE, SPEC, attended, encoding_of, pairs_of
+from tests._encodings import LAYOUTS, SCALE, SPEC, attended, case, encoding_of, pairs_of
 
 SHARED = SPEC.num_heads // SPEC.num_kv_heads
-
-
-def case(layout: Layout) -> list[Tensor]:
-    """q, k, v, and the states of every key."""
-    torch.manual_seed(1)
-    lengths = (layout.query_length, layout.key_length, layout.key_length)
-    shapes = [
-        (layout.batch, n, length, SPEC.head_dim) for n, length in zip((SPEC.num_heads, 2, 2), lengths, strict=True)
-    ]
-    shapes.append((layout.batch, layout.key_length, SPEC.hidden_size))
-    return [torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in shapes]
 
 
 def transitions(weights: dict[str, Tensor], states: Tensor, kv: int) -> list[Tensor]:
@@ -49,11 +38,8 @@ def by_definition(encoding: Encoding, tensors: list[Tensor], layout: Layout) -> 
         seen = [row.nonzero()[:, 0] for row in visible[b]]
         # The last query of a document sees all of it; the matrices of its tokens are the same for all queries.
         whole = {int(slots[0]): slots for slots in seen if len(slots)}
-        turning = {
-            (first, kv): transitions(weights, states[b, slots], kv)
-            for first, slots in whole.items()
-            for kv in range(SPEC.num_kv_heads)
-        }
+        every = [(first, slots, kv) for first, slots in whole.items() for kv in range(SPEC.num_kv_heads)]
+        turning = {(first, kv): transitions(weights, states[b, slots], kv) for first, slots, kv in every}
         for h in range(SPEC.num_heads):
             for i in range(layout.query_length):
                 slots, kv = seen[i], h // SHARED
@@ -76,7 +62,7 @@ def by_definition(encoding: Encoding, tensors: list[Tensor], layout: Layout) -> 
 @pytest.mark.parametrize("where", LAYOUTS)
 def test_is_its_definition_forward_and_backward(name: str, where: str, monkeypatch: pytest.MonkeyPatch) -> None:
     encoding, layout = encoding_of(known_methods()[name].of({"rank": 5, "strength": 1.0})), LAYOUTS[where]
-    tensors = case(layout)
+    tensors = case(layout, states=True)
     wanted = [*tensors, *encoding.parameters()]
     right = by_definition(encoding, tensors, layout)
     grad = torch.randn_like(right)

@@ -16,7 +16,6 @@ from ctxext.methods.tile import Tiling
 def test_rows_of_sinusoids() -> None:
     """The cosine of two sinusoids is the mean of cos(distance x frequency), so the same along every diagonal."""
     rows = Sinusoidal().build(SMALL).added(torch.arange(96)[None])
-    assert rows is not None
     found = rows_picture(Sinusoidal(), rows[0], rows[0, :48]).values
     assert (found["trained_length"], found["target_length"]) == (48, 96)
     for one, other in ((0, 0), (3, 10), (80, 7)):
