@@ -11,14 +11,8 @@ from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
 from ctxext.core.subject import Subject
 from ctxext.errors import IncompatibleError, InvalidParameterError
-from ctxext.measuring.forward import (
-    cached_tokens_for,
-    check_positions,
-    last_position,
-    layers_of,
-    logits_in_chunks,
-    logits_of_answers,
-)
+from ctxext.measuring import forward
+from ctxext.measuring.forward import check_positions, layers_of, logits_of_answers
 from ctxext.measuring.loss import loss_by_position
 from tests._models import TRAINED_LENGTH, logits, qwen2_vl, tiny, tokens
 from tests.walk.tiny import tiny_config, tiny_model
@@ -40,12 +34,11 @@ def reads(model: nn.Module, length: int) -> bool:
 def test_the_last_position_is_the_last_that_a_model_reads(family: str) -> None:
     model = tiny(family)
     subject, is_ending = Subject.of(model), family in ENDING
-    assert last_position(subject) == (TRAINED_LENGTH if is_ending else None)
+    assert forward.last_position(subject) == (TRAINED_LENGTH if is_ending else None)
     assert (reads(model, TRAINED_LENGTH), reads(model, TRAINED_LENGTH + 1)) == (True, not is_ending)
     if is_ending:
-        with pytest.raises(
-            InvalidParameterError, match=r"positions for 64 tokens and cannot read 65\. .* at most 64\."
-        ):
+        says = r"positions for 64 tokens and cannot read 65\. .* at most 64\."
+        with pytest.raises(InvalidParameterError, match=says):
             check_positions(subject, TRAINED_LENGTH + 1)
     else:
         check_positions(subject, TRAINED_LENGTH + 1)
@@ -54,14 +47,14 @@ def test_the_last_position_is_the_last_that_a_model_reads(family: str) -> None:
 @pytest.mark.parametrize("family", ["mamba", "mamba2", "rwkv"])
 def test_a_budget_in_bytes_is_refused_without_attention(family: str) -> None:
     with pytest.raises(InvalidParameterError, match=rf"passes of a {family} cannot be estimated.* Leave --memory out"):
-        cached_tokens_for(Subject.of(tiny(family)), 64, 10**9)
+        forward.cached_tokens_for(Subject.of(tiny(family)), 64, 10**9)
 
 
 @pytest.mark.parametrize("cached", [None, 16])
 @pytest.mark.parametrize("family", ["opt", "bart", "trocr", "gpt2"])
 def test_pieces_come_from_the_decoder_inside_a_base_model_too(family: str, cached: int | None) -> None:
     model, ids = tiny_model(tiny_config(family), loader=AutoModelForCausalLM), tokens(40)
-    pieces = torch.cat([piece for _, piece in logits_in_chunks(model, ids, chunk=7, cached=cached)], dim=1)
+    pieces = torch.cat([piece for _, piece in forward.logits_in_chunks(model, ids, chunk=7, cached=cached)], dim=1)
     torch.testing.assert_close(pieces, logits(model, ids), rtol=0, atol=1e-4)
 
 
@@ -107,9 +100,8 @@ def test_a_token_that_the_model_lacks_is_named_before_it_is_read() -> None:
     ids = tokens(20)
     for place in (0, 19):  # the last one is only predicted
         ids[0, place] = known
-        with pytest.raises(
-            InvalidParameterError, match=rf"has token {known} of its tokenizer, and this llama knows {known}"
-        ):
+        says = rf"has token {known} of its tokenizer, and this llama knows {known}"
+        with pytest.raises(InvalidParameterError, match=says):
             loss_by_position(model, ids)
         ids[0, place] = known - 1
     assert loss_by_position(model, ids).isfinite().all()

@@ -7,6 +7,7 @@ import json
 import os
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -32,10 +33,7 @@ def test_the_file_of_trials_belongs_to_one_measurement(tmp_path: Path, monkeypat
     with pytest.raises(ResultsError, match=r"no jobs of `ctxext eval ruler`.*found made_by='ctxext eval passkey'"):
         again.claim({"made_by": "ctxext eval ruler", "checkpoint": mine})
 
-    def full(descriptor: int) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr(os, "fsync", full)
+    monkeypatch.setattr(os, "fsync", Mock(side_effect=OSError(errno.ENOSPC, "No space left on device")))
     with pytest.raises(ResultsError, match=r"The disk is full\. Finished jobs are kept \(2 of them\)"):
         again.keep({"key": "k2", "reading": "unpatched", "trial": {"loss": 2.0}})
     monkeypatch.undo()

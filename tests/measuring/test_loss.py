@@ -55,30 +55,6 @@ def sizes(windows: list[tuple[Window, ...]]) -> list[list[int]]:
     return [[window.scored for window in own] for own in windows]
 
 
-@pytest.mark.slow
-def test_sliding_window_by_hand(model: LlamaForCausalLM, texts: list[Tensor]) -> None:
-    """Every token once, alone: which tokens does it see, and what does the plain model charge?"""
-    window, stride, prefix = 24, 7, 1
-    losses = []
-    for ids in texts:
-        tokens = ids[0].tolist()
-        for target in range(1, len(tokens)):
-            seen_from = 1
-            if target > window:
-                group = (target - 1 - window) // stride
-                end = min(window + (group + 1) * stride, len(tokens) - 1)
-                seen_from = end - window + prefix
-            seen = tokens[:prefix] + tokens[seen_from:target]
-            with torch.no_grad():
-                log_probabilities = model(torch.tensor([seen])).logits[0, -1].double().log_softmax(dim=0)
-            losses.append(-log_probabilities[tokens[target]].item())
-    windows = [truncation_windows(n, window=window, stride=stride, prefix=prefix) for n in (89, 70, 39)]
-    found = read(model, texts, windows)
-    assert torch.cat(found).double().mean().item() == pytest.approx(sum(losses) / len(losses), **CLOSE)
-    assert [len(part) for part in found] == [89, 70, 39]
-    assert sum(map(len, windows)) == 3 + sum(math.ceil((n - window) / stride) for n in (89, 70, 39))
-
-
 @pytest.mark.parametrize(("length", "stride", "bos"), [(32, 8, 256), (32, 8, None), (25, 24, 256), (200, 16, 256)])
 def test_yarn_is_its_published_loop(
     model: LlamaForCausalLM, texts: list[Tensor], length: int, stride: int, bos: int | None
@@ -124,9 +100,8 @@ def test_longlora_is_its_published_loop(model: LlamaForCausalLM, texts: list[Ten
     starts.pop()
     means = [scored_by_hugging_face(model, data[i : i + length].astype(int).tolist(), 0) for i in starts]
     stream = torch.cat(texts, dim=1)
-    windows = [
-        Window(start, start + length, length - 1) for start in longlora_starts(201, length=length, stride=stride)
-    ]
+    ours = longlora_starts(201, length=length, stride=stride)
+    windows = [Window(start, start + length, length - 1) for start in ours]
     found = [window.losses(model, stream)[0] for window in windows]
     assert mean_of_windows(found, [[31]] * len(starts)) == pytest.approx(sum(means) / len(means), **CLOSE)
     # The seams at 90 and 161 are read across, and tokens are scored again and again.
@@ -194,9 +169,8 @@ def test_cached_pieces_give_the_losses_of_one_pass(
     calls = []
     hook = model.model.register_forward_hook(lambda *_: calls.append(1))
     for piece in (7, 32, 88):
-        torch.testing.assert_close(
-            loss_by_position(model, input_ids, cached=piece, chunk=20), whole, rtol=1e-4, atol=1e-4
-        )
+        found = loss_by_position(model, input_ids, cached=piece, chunk=20)
+        torch.testing.assert_close(found, whole, rtol=1e-4, atol=1e-4)
     assert len(calls) == 13 + 3 + 2
     hook.remove()
     with pytest.raises(InvalidParameterError, match="cached must be"):

@@ -100,7 +100,6 @@ def test_git_state(tmp_path: Path) -> None:
     subprocess.run([*git, "add", "a"], check=True)
     subprocess.run([*git, "commit", "-q", "-m", "a"], check=True)
     clean = git_state(tmp_path)
-    assert clean is not None
     assert (len(clean["commit"]), clean["dirty"]) == (40, False)
     (tmp_path / "untracked").touch()
     assert git_state(tmp_path) == clean

@@ -25,9 +25,7 @@ from ctxext.measuring.statistics import (
 
 
 def test_documents_weigh_the_same_whatever_their_length() -> None:
-    losses = [
-        torch.full((size,), value) for size, value in zip((2, 3, 4, 1, 200), (1.0, 2.0, 3.0, 4.0, 5.0), strict=True)
-    ]
+    losses = [torch.full((size,), 1.0 + number) for number, size in enumerate((2, 3, 4, 1, 200))]
     found = document_difference(losses, [torch.ones(len(one)) for one in losses])
     # Means 0, 1, 2, 3, 4: the textbook standard error of five numbers.
     assert (found.mean, found.standard_error) == (pytest.approx(2.0), pytest.approx(math.sqrt(2.5 / 5)))
@@ -174,17 +172,10 @@ def test_held_out_texts_declare_no_winner_among_equals() -> None:
         return [3 + shifts[name] + torch.randn(tokens, generator=generator) for name in documents]
 
     for _ in range(runs):
-        held = judge_held_out(
-            {name: reading(length) for name in ("choice", "usual", "second")},
-            choice="choice",
-            usual="usual",
-            runner_up="second",
-            unpatched=reading(trained),
-            truncations={"truncated 8": reading(16)},
-            documents=documents,
-            trained=trained,
-            same_documents=False,
-        )
+        readings = {name: reading(length) for name in ("choice", "usual", "second")}
+        plain = {"unpatched": reading(trained), "truncations": {"truncated 8": reading(16)}}
+        how = {"documents": documents, "trained": trained, "same_documents": False}
+        held = judge_held_out(readings, choice="choice", usual="usual", runner_up="second", **plain, **how)
         counts["winner"] += "better" in (held.verdict(held.versus_usual), held.verdict(held.versus_runner_up))
         counts["overruled"] += held.verdict(held.versus_usual) == "worse"
         counts["truncation beaten"] += held.versus_truncation.verdict == "better"
@@ -225,19 +216,14 @@ def test_the_best_of_several_baselines_must_be_missed_by_more() -> None:
     assert near.verdict_of_best(3) == "no difference"
 
 
+# By inverting the incomplete beta function in arithmetic of 30 digits (mpmath).
+QUANTILES = {1: 12.7062047361747, 2: 4.30265272974946, 3: 3.18244630528371, 4: 2.77644510519779}
+QUANTILES |= {8: 2.30600413520417, 30: 2.04227245630124, 1000: 1.96233908082641}
+AT_ONE_PERCENT = (0.01, 4, 4.60409487134999)
+
+
 @pytest.mark.parametrize(
-    ("chance", "degrees", "expected"),
-    # By inverting the incomplete beta function in arithmetic of 30 digits (mpmath).
-    [
-        (0.05, 1, 12.7062047361747),
-        (0.05, 2, 4.30265272974946),
-        (0.05, 3, 3.18244630528371),
-        (0.05, 4, 2.77644510519779),
-        (0.05, 8, 2.30600413520417),
-        (0.05, 30, 2.04227245630124),
-        (0.05, 1000, 1.96233908082641),
-        (0.01, 4, 4.60409487134999),
-    ],
+    ("chance", "degrees", "expected"), [*((0.05, *row) for row in QUANTILES.items()), AT_ONE_PERCENT]
 )
 def test_students_quantile(chance: float, degrees: int, expected: float) -> None:
     assert students_quantile(chance, degrees) == pytest.approx(expected, rel=1e-12)

@@ -11,14 +11,7 @@ from ctxext.measuring.forward import pass_cost, ticking
 from ctxext.measuring.labels import label_of
 from ctxext.measuring.loss import truncated_loss
 from ctxext.measuring.loss_table import LossTable
-from ctxext.measuring.truncation import (
-    best_short,
-    is_reference,
-    tail_windows,
-    window_name,
-    window_of,
-    windows_of,
-)
+from ctxext.measuring.truncation import best_short, is_reference, tail_windows, window_name, window_of, windows_of
 
 
 def test_windows_are_the_quarters_of_the_trained_length() -> None:
@@ -29,16 +22,13 @@ def test_windows_are_the_quarters_of_the_trained_length() -> None:
     assert [window_of(window_name(window)) for window in windows_of(64)] == [16, 32, 48, 64]
     assert [window_of(name) for name in ("truncated", "unpatched", "yarn x2", "truncated by hand")] == [None] * 4
     assert [is_reference(name) for name in ("truncated", "truncated 64", "unpatched", "pi")] == [True] * 3 + [False]
-    assert [label_of(name) for name in ("truncated", "truncated 6144", "yarn")] == [
-        "best truncation",
-        "last 6K",
-        "YaRN",
-    ]
+    labels = [label_of(name) for name in ("truncated", "truncated 6144", "yarn")]
+    assert labels == ["best truncation", "last 6K", "YaRN"]
 
 
 @pytest.mark.slow
 def test_every_window_scores_the_same_tokens(model: LlamaForCausalLM, input_ids: Tensor) -> None:
-    """By hand: the last tokens before each one, at least three quarters of the window, the prefix in front."""
+    """Those of truncated_loss, in as few passes; test_perplexity has these by hand."""
     steps: list[tuple[str, float]] = []
     for window in (10, 20, 30, 40):
         with ticking(model, window_name(window), pass_cost(window, 100), lambda *step: steps.append(step)):
@@ -46,14 +36,7 @@ def test_every_window_scores_the_same_tokens(model: LlamaForCausalLM, input_ids:
             losses = torch.cat([one.losses(model, input_ids) for one in windows], dim=1)
         stride = window // 4
         assert losses.shape == (2, 49)
-        for i in (40, 47, 63, 88):
-            stop = min(window + ((i - window) // stride + 1) * stride, 89)
-            seen = torch.cat([input_ids[:, :1], input_ids[:, stop - window + 1 : i + 1]], dim=1)
-            assert 0.75 * window < seen.shape[1] <= window
-            with torch.no_grad():
-                logits = model(seen, use_cache=False).logits[:, -1].double().log_softmax(-1)
-            expected = -logits.gather(1, input_ids[:, i + 1 : i + 2])[:, 0]
-            torch.testing.assert_close(losses[:, i - 40].double(), expected, rtol=1e-5, atol=2e-6)
+        assert len(windows) == (88 - window) // stride - (40 - window) // stride + 1
         whole = truncated_loss(model, input_ids, window=window, stride=stride, prefix=1)
         torch.testing.assert_close(losses, whole[:, 40:], rtol=1e-5, atol=2e-6)
     ways = [one for window in (10, 20, 30, 40) for one in tail_windows(window, start=40, positions=89)]
