@@ -29,13 +29,13 @@ ROOMS = [
 
 # What a change may not exceed: the figures of ``scripts/house.py``, rounded up. Lower each when its figure falls.
 CEILINGS = {
-    "tokens of code": 374_434,
+    "tokens of code": 374_426,
     "lines that the first patch loads": 9_121,
     "files that the first patch loads": 49,
     "lines of the core": 3_552,
     "files of the core": 17,
     "long functions without a comment": 0,
-    "stiff constructions": 252,
+    "stiff constructions": 251,
     "arguments without a noun": 0,
     "classes of evaluation/": 52,
     "files that one patch enters": 28,

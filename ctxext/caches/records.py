@@ -592,7 +592,7 @@ def preparing_class(model: Any) -> Any:
 def _keep_cache(work: Work) -> None:
     """Let ``generate`` go on from its cache at every length, where no position changes with the length."""
     model = work.subject.model
-    prepare = functools.partial(preparing_class(model).prepare_inputs_for_generation, model)
+    prepare = functools.partial(GenerationMixin.prepare_inputs_for_generation, model)
     work.edits.set(model, "prepare_inputs_for_generation", prepare)
 
 

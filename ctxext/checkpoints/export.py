@@ -86,18 +86,18 @@ def export(
         raise InvalidParameterError(f"gguf must be two paths, of a GGUF file and of the copy to write, found {gguf!r}.")
     if method is None:
         refuse_without_method(arguments, "the extension that is there is exported")
-    is_there = isinstance(checkpoint, str | os.PathLike)
     if not isinstance(checkpoint, str | os.PathLike):
         if method is not None:
             raise InvalidParameterError("A model is exported as it is patched; give method with a checkpoint path.")
         subject = Subject.of(checkpoint)
         if any(getattr(part, "peft_config", None) for part in subject.chain):
             _refuse_adapter(f"This {type(checkpoint).__name__} has an adapter", "model")
-        config, served, guarded, place = subject.config, None, False, "CHECKPOINT"
+        config, served, guarded = subject.config, None, False
+        place, is_there = "CHECKPOINT", False
         trust_remote_code = True  # its code has run
     else:
         config, served, guarded = _read(checkpoint, method, gguf is not None, trust_remote_code, arguments)
-        place = os.fspath(checkpoint)
+        place, is_there = os.fspath(checkpoint), True
     if served is None:
         require_consistent(config, trust_remote_code)
     if gguf is None and served is None:

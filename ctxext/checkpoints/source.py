@@ -227,7 +227,7 @@ def read_tokenizer(place: StrPath, **location: Any) -> Any:
         location["config"] = read_any_config(place, **location)
     try:
         tokenizer = AutoTokenizer.from_pretrained(os.fspath(place), **location)
-        if getattr(tokenizer, "chat_template", "of its own") is None and "gguf_file" not in location:
+        if getattr(tokenizer, "chat_template", "") is None and "gguf_file" not in location:
             tokenizer.chat_template = _template_of_processor(place, location)
         return tokenizer
     except BaseException as error:
@@ -241,7 +241,7 @@ def _template_of_processor(place: StrPath, location: LoadingOptions) -> str | No
     """Read the chat template that older checkpoints hold for their processor alone; None without one."""
     config = location.get("config")
     if not os.path.isdir(place) and (config is None or text_of(config) is config):
-        return None  # the hub is asked for checkpoints of several parts only, which have processors
+        return None  # others have no processor, and the hub is not asked
     where = {key: location[key] for key in (*OF_REPOSITORY, *OF_DOWNLOAD) if location.get(key) is not None}
     where |= dict.fromkeys(("_raise_exceptions_for_missing_entries", "_raise_exceptions_for_connection_errors"), False)
     path = cached_file(os.fspath(place), LEGACY_PROCESSOR_CHAT_TEMPLATE_FILE, **where)
