@@ -67,7 +67,7 @@ registry.FILLED_BY |= {
     "steps": (
         "core.override",
         "caches.continuous",
-        "caches.records",
+        "caches.guards",
         "models.drafts",
         "models.own_config",
         "models.refusals",

@@ -15,7 +15,8 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from ctxext.caches.call import PositionedForward, declared_length, paged_batch, tokens_in
 from ctxext.caches.generation import LengthRule, fit_to_lengths, note_fitted_lengths, of_row
-from ctxext.caches.records import NOT_ONE_GRAPH, FittedModules, cache_in, cached_tokens, current_pass, outside_graphs
+from ctxext.caches.guards import NOT_ONE_GRAPH
+from ctxext.caches.records import FittedModules, cache_in, cached_tokens, current_pass, outside_graphs
 from ctxext.core.edits import Edits
 from ctxext.core.rebuild import restoring
 from ctxext.core.subject import Subject

@@ -25,6 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from ctxext.caches.call import Declared, PositionedForward
+from ctxext.caches.guards import guards_of, preparing_class
 from ctxext.caches.records import (
     Filled,
     FittedModules,
@@ -34,8 +35,6 @@ from ctxext.caches.records import (
     current_pass,
     empty,
     filled,
-    guards_of,
-    preparing_class,
     remember,
 )
 from ctxext.core.edits import replaced_forward

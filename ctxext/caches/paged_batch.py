@@ -24,8 +24,8 @@ from transformers.generation.continuous_batching import (
 )
 from transformers.generation.continuous_batching.requests import FutureRequestState
 
+from ctxext.caches.guards import guards_of
 from ctxext.caches.layout_mask import LayoutMask
-from ctxext.caches.records import guards_of
 from ctxext.errors import PatchStateError
 from ctxext.kernels import Layout
 

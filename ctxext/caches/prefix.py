@@ -29,8 +29,9 @@ from transformers.cache_utils import (
 )
 
 from ctxext.caches.digest import is_shared_out, weights_digest
+from ctxext.caches.guards import guards_of
 from ctxext.caches.held import HeldLayer, Reach
-from ctxext.caches.records import cached_tokens, guards_of, plain_class
+from ctxext.caches.records import cached_tokens, plain_class
 from ctxext.core.saved import identity
 from ctxext.core.scaling import rope_follows_length
 from ctxext.core.subject import Subject

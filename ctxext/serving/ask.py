@@ -16,6 +16,7 @@ from jinja2 import TemplateError
 from torch import Tensor, nn
 from transformers import CompileConfig, LogitsProcessor, TextIteratorStreamer
 
+from ctxext.caches.guards import guards_of
 from ctxext.caches.prefix import (
     Mark,
     common,
@@ -28,7 +29,7 @@ from ctxext.caches.prefix import (
     virtual_tokens,
     write_prefix,
 )
-from ctxext.caches.records import cache_argument, guards_of
+from ctxext.caches.records import cache_argument
 from ctxext.core.patching import describe, patch
 from ctxext.core.subject import Subject
 from ctxext.errors import IncompatibleError, InvalidParameterError

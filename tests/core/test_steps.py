@@ -28,7 +28,7 @@ def test_steps_run_in_the_order_of_their_moments_whatever_was_imported_first() -
         ("WEIGHTS", "attention.heads"),
         ("MODULES", "caches.continuous"),
         ("MODULES", "caches.generation"),
-        ("MODULES", "caches.records"),
+        ("MODULES", "caches.guards"),
         ("MODULES", "checkpoints.limits"),
         ("MODULES", "models.drafts"),
         ("MODULES", "models.drafts"),
@@ -37,7 +37,7 @@ def test_steps_run_in_the_order_of_their_moments_whatever_was_imported_first() -
         ("CONFIG", "checkpoints.limits"),
         ("CONFIG", "checkpoints.limits"),
         ("SAVING", "checkpoints.adapters"),
-        ("CACHES", "caches.records"),
+        ("CACHES", "caches.guards"),
     ]
 
 
