@@ -2,45 +2,28 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import os
 from collections.abc import Callable, Mapping
-from contextvars import ContextVar
 from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, overload
 
-import torch
-from huggingface_hub.errors import HTTPError  # type: ignore[attr-defined]
-from safetensors import SafetensorError
 from torch import nn
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
-from ctxext.attention.encodings import with_encodings
 from ctxext.checkpoints.adapt import put_adapter, take_out
 from ctxext.checkpoints.adapters import SavedAdapter, base_of, finding_base, is_adapter, read_extension
 from ctxext.checkpoints.carried import already_extended, arguments_of, differences, plain_config
-from ctxext.checkpoints.classes import config_of, meta_model, model_class
+from ctxext.checkpoints.classes import meta_model
 from ctxext.checkpoints.encodings import encoding_weights
-from ctxext.checkpoints.source import (
-    OF_DOWNLOAD,
-    OF_REPOSITORY,
-    LoadingOptions,
-    NamedTensors,
-    adapter_on_hub,
-    checked_contents,
-    checked_path,
-    gguf_inside,
-    opened_gguf,
-    quantised_beside,
-    read_any_config,
-)
+from ctxext.checkpoints.read import REPORT, read_config, read_model
+from ctxext.checkpoints.source import LoadingOptions, adapter_on_hub, checked_path, gguf_inside
 from ctxext.core.architecture import architecture_of, find_architecture
 from ctxext.core.edits import Edits
 from ctxext.core.old_form import drop_old_form
 from ctxext.core.patching import extend, patch, patched_state
-from ctxext.core.rebuild import own_defaults, restoring
+from ctxext.core.rebuild import own_defaults
 from ctxext.core.saved import (
     arguments_over,
     checked_extension,
@@ -51,19 +34,11 @@ from ctxext.core.saved import (
 )
 from ctxext.core.scaling import same_rope
 from ctxext.core.subject import Subject
-from ctxext.errors import (
-    CheckpointError,
-    CtxextError,
-    InvalidParameterError,
-    UnknownNameError,
-    VerificationError,
-    require_package,
-    unwritable,
-)
+from ctxext.errors import CheckpointError, CtxextError, InvalidParameterError, VerificationError
 from ctxext.files import JsonObject, StrPath
 from ctxext.methods import Method, choice_in, is_choice, known_methods, method_class, with_choice
 from ctxext.methods.base import resolve
-from ctxext.models.refusals import building, running_code
+from ctxext.models.refusals import building
 from ctxext.models.table import TableArchitecture
 from ctxext.spec import ExtensionArguments
 
@@ -75,19 +50,8 @@ if TYPE_CHECKING:
 
 
 ModelT = TypeVar("ModelT", bound=PreTrainedModel)
-# Arguments of from_pretrained that say where a checkpoint lies, not how its weights are loaded.
-LOCATION = (*OF_REPOSITORY, *OF_DOWNLOAD, "gguf_file")
-# Arguments of from_pretrained that are not fields, though configs have some of them.
-NO_FIELDS = (
-    *("dtype", "torch_dtype", "attn_implementation", "experts_implementation", "quantization_config"),
-    *("trust_remote_code", "code_revision"),
-)
 # Arguments of PeftModel.from_pretrained.
 ADAPTER = ("is_trainable", "adapter_name", "autocast_adapter_dtype", "ephemeral_gpu_offload", "low_cpu_mem_usage")
-
-
-REPORT: ContextVar[dict[str, Any]] = ContextVar("ctxext_loading_report")
-"""What ``from_pretrained`` said of the weights that were loaded last."""
 
 
 def _reporting(verb: Callable[..., Any]) -> Callable[..., Any]:
@@ -210,7 +174,7 @@ def load(
                 take_out(plain, loading.get("adapter_name", "default"), is_last=plain is not base)
             raise
     _refuse_base(base, place)
-    return _extended(place, _read_config(place, loading), arguments, loading, auto_class)
+    return _extended(place, read_config(place, loading), arguments, loading, auto_class)
 
 
 def _extended(
@@ -236,13 +200,13 @@ def _extended(
     model = meta_model(config, auto_class=auto_class, trust_remote_code=trusted)
     if not replaces_weights(model, saved):
         if isinstance(arguments, ExtensionArguments) and reads_weights(arguments.method, arguments.parameters):
-            return extend(_read_model(place, config, loading, auto_class), arguments, former=former)
+            return extend(read_model(place, config, loading, auto_class), arguments, former=former)
         extended = extend(model, arguments).config
         refuse_drawn_anew(place, model, saved, extended.ctxext)
         if not replaces_weights(model, extended.ctxext):
-            read = _read_model(place, _buildable(extended, config), loading, auto_class)
+            read = read_model(place, _buildable(extended, config), loading, auto_class)
             return attached(read, place, former=former)
-    return extend(_read_model(place, written, loading, auto_class), arguments, former=former)
+    return extend(read_model(place, written, loading, auto_class), arguments, former=former)
 
 
 def load_saved(
@@ -270,11 +234,11 @@ def load_saved(
     if is_adapter(place):
         return _load_adapter(Path(place), base, attention, loading, auto_class, plain_class)
     _refuse_base(base, place)
-    config = _read_config(place, loading)
+    config = read_config(place, loading)
     if saved_extension(config, place) is not None:
         return _restored(place, config, attention, loading, auto_class, complete=plain_class is not None)
     if plain_class is not None:
-        return _read_model(place, config, loading, None if plain_class is True else plain_class, complete=True)
+        return read_model(place, config, loading, None if plain_class is True else plain_class, complete=True)
     scaling_there = already_extended(config)
     if loading.get("gguf_file") and scaling_there is not None:
         raise CheckpointError(
@@ -294,7 +258,7 @@ def _restored(
     place: str, config: Any, attention: str | None, loading: LoadingOptions, auto_class: Any, *, complete: bool = False
 ) -> PreTrainedModel:
     """Load a checkpoint with the extension in its ``config``."""
-    model = _read_model(place, config, loading, auto_class, restored=True, complete=complete)
+    model = read_model(place, config, loading, auto_class, restored=True, complete=complete)
     # Extending names the model as one in memory only, but this extension is in the checkpoint too.
     leads_to_it = model.config._name_or_path
     attached(model, place, attention)
@@ -368,108 +332,6 @@ def refuse_without_method(arguments: Mapping[str, Any], otherwise: str) -> None:
         raise InvalidParameterError(
             f"{', '.join(given)} belongs to a method; without one, {otherwise}. Name the method too."
         )
-
-
-def _read_config(place: str, loading: LoadingOptions) -> Any:
-    if loading.get("gguf_file"):
-        require_package("accelerate", "demo", f"Reading {loading['gguf_file']} needs", CheckpointError)
-    location = {key: loading[key] for key in LOCATION if key in loading}
-    trusted = bool(loading.get("trust_remote_code", False))
-    given = {name: value for name, value in loading.items() if name not in (*LOCATION, *NO_FIELDS)}
-    config = read_any_config(place, trust_remote_code=trusted, fields=given, **location)
-    beside = None if location.get("gguf_file") else quantised_beside(Path(place, location.get("subfolder", "")), config)
-    if beside is not None and "quantization_config" not in loading:
-        raise CheckpointError(
-            f"{place} says in a file that transformers does not read that its weights are quantised: {beside!s:.160}. "
-            f"Write these fields into config.json, as quantization_config with the quant_method of that program."
-        )
-    return config
-
-
-def _read_model(
-    place: str,
-    config: PreTrainedConfig,
-    loading: LoadingOptions,
-    auto_class: Any = None,
-    *,
-    restored: bool = False,
-    complete: bool = False,
-) -> PreTrainedModel:
-    """Load the weights into the model of ``config``, and the weights of an encoding if they were saved.
-
-    A class that was asked for may have a head that is new, unless the weights must be ``complete``.
-
-    Raises:
-        CheckpointError: no safetensors weights there, or unreadable ones.
-        UnknownNameError: an argument that from_pretrained does not know.
-    """
-    loading = {name: value for name, value in loading.items() if name in NO_FIELDS or not hasattr(config, name)}
-    chosen = model_class(config, auto_class)
-    config = config_of(config, chosen)
-    stored = NamedTensors()
-    built = with_encodings(chosen, config) if restored else chosen
-    if not loading.get("gguf_file"):
-        loading = {"use_safetensors": True, **loading}
-        if loading["use_safetensors"] and Path(place).is_dir():
-            stored = checked_contents(Path(place) / loading.get("subfolder", ""), copied=False).stored
-    fitting = {"output_loading_info": True, "ignore_mismatched_sizes": True}
-    gguf = opened_gguf(place, **{key: loading[key] for key in LOCATION if key in loading})
-    reading = gguf.read_by_transformers() if gguf else contextlib.nullcontext()
-    try:
-        with restoring(), running_code(f"a {config.model_type}"), reading:
-            model, report = built.from_pretrained(place, config=config, **loading | fitting)
-    except (CtxextError, torch.OutOfMemoryError):
-        raise
-    except (OSError, HTTPError, SafetensorError, RuntimeError) as error:  # the last of shapes, and generation_config
-        raise CheckpointError(f"The weights in {place} cannot be read: {error}{unwritable(error)}") from error
-    except TypeError as error:  # what from_pretrained does not know it hands to the model, which takes a config alone
-        unknown = [name for name in loading if f"unexpected keyword argument {name!r}" in str(error)]
-        if not unknown:
-            raise
-        names = {field.name for method in known_methods().values() for field in fields(method)}
-        names |= {"num_labels", *config.to_dict()}
-        raise UnknownNameError.of("argument of ctxext.load", unknown[0], names) from error
-    except (ValueError, AssertionError) as error:  # they name the argument and its values, or the missing device
-        raise InvalidParameterError(f"transformers does not load {place} as it was asked to: {error}") from error
-    if built is not chosen:
-        model.__class__ = built.__base__
-    REPORT.set(report)
-    allowed = {"missing_keys": auto_class is not None and not complete}  # of a head that is new
-    allowed["mismatched_keys"] = bool(loading.get("ignore_mismatched_sizes"))
-    refuse_unfit(place, model, {name: () if allowed.get(name) else report[name] for name in report}, stored)
-    inside = Path(place, loading.get("subfolder") or "", loading.get("gguf_file") or "")
-    if inside.is_file():  # adapters will look for their base in this file, not in its directory
-        model.name_or_path = str(inside)
-    elif loading.get("subfolder") and inside.is_dir():
-        model.name_or_path = model.config.name_or_path = str(inside)
-    loaded: PreTrainedModel = model
-    return loaded
-
-
-def refuse_unfit(place: StrPath, model: PreTrainedModel, report: dict[str, Any], stored: NamedTensors) -> None:
-    """Raise ``CheckpointError`` for weights that do not fit ``model``, which would keep random ones instead.
-
-    Args:
-        report: The loading info of ``from_pretrained``.
-        stored: Tensors in the files, on the meta device.
-    """
-    if lacking := sorted(report["missing_keys"]):
-        raise CheckpointError(
-            f"The weights in {place} lack {lacking[0]}, which a {type(model).__name__} needs ({len(lacking)} such "
-            f"tensors). Download them again; where they are another class's, write that into config.json: "
-            f"architectures."
-        )
-    for name, found, needed in sorted(report["mismatched_keys"]):
-        raise CheckpointError(
-            f"The weights in {place} do not fit its config.json: {name} has the shape {tuple(found)}, and a "
-            f"{type(model).__name__} of that config needs {tuple(needed)}. Download both again."
-        )
-    for name, weight in model.named_parameters():
-        if weight.is_floating_point() and name in stored and not stored[name].is_floating_point():
-            raise CheckpointError(
-                f"The weights in {place} hold {name} as whole numbers, and config.json says nothing of quantised "
-                f"weights. Download both again."
-            )
 
 
 def extended_config(
@@ -584,7 +446,7 @@ def _load_base(
         place, where = gguf_inside(named, loading)
         checked_path(place, where)
         is_plain = not saved and os.path.exists(place)  # or an adapter in turn
-        config = None if is_plain else _read_config(place, where)  # which asks the hub
+        config = None if is_plain else read_config(place, where)  # which asks the hub
     if not saved:
         return load_saved(named, plain_class=plain_class, auto_class=auto_class, **loading), False
     carried = saved_extension(config, place)

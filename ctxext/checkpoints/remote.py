@@ -12,7 +12,8 @@ import transformers
 from packaging.version import Version
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from ctxext.checkpoints.load import LOCATION, NO_FIELDS, load
+from ctxext.checkpoints.load import load
+from ctxext.checkpoints.read import LOCATION, NO_FIELDS
 from ctxext.checkpoints.source import REMOTE_MODULE, read_any_config
 from ctxext.errors import IncompatibleError
 

@@ -23,14 +23,8 @@ from ctxext.checkpoints.card import write_card
 from ctxext.checkpoints.classes import meta_model
 from ctxext.checkpoints.encodings import encoding_weights
 from ctxext.checkpoints.limits import copy_raised, reach_in
-from ctxext.checkpoints.load import (
-    attached,
-    load,
-    load_saved,
-    refuse_unfit,
-    refuse_without_method,
-    replaces_weights,
-)
+from ctxext.checkpoints.load import attached, load, load_saved, refuse_without_method, replaces_weights
+from ctxext.checkpoints.read import refuse_unfit
 from ctxext.checkpoints.save import save
 from ctxext.checkpoints.source import (
     Contents,

@@ -208,7 +208,7 @@ def test_a_token_that_the_model_lacks_is_named_before_weights_are_read(
     words.add_special_tokens({"additional_special_tokens": ["<|user|>"]})
     words.save_pretrained(tmp_path / "larger")
     text = write(tmp_path / "texts.jsonl", {"text": "Once upon a time. " * 20}, {"text": "<|user|> Who came? " * 20})
-    monkeypatch.setattr("ctxext.checkpoints.load._read_model", lambda *_, **__: pytest.fail("weights are read"))
+    monkeypatch.setattr("ctxext.checkpoints.load.read_model", lambda *_, **__: pytest.fail("weights are read"))
     with pytest.raises(InvalidParameterError, match="has token 257 of its tokenizer, and this llama knows 257 tokens"):
         recipe.finetune(settings("--checkpoint", str(tmp_path / "larger"), "--data.train", str(text)))
 
@@ -225,7 +225,7 @@ def test_what_a_step_cannot_be_is_said_before_texts_and_weights_are_read(
 ) -> None:
     tiny("mixtral", vocab_size=257).save_pretrained(tmp_path / "experts")
     tokenizer.save_pretrained(tmp_path / "experts")
-    monkeypatch.setattr("ctxext.checkpoints.load._read_model", lambda *_, **__: pytest.fail("weights are read"))
+    monkeypatch.setattr("ctxext.checkpoints.load.read_model", lambda *_, **__: pytest.fail("weights are read"))
     monkeypatch.setattr(recipe.TokenisedDocuments, "read", lambda *_, **__: pytest.fail("texts are read"))
     with pytest.raises(IncompatibleError, match=said):
         recipe.finetune(settings("--checkpoint", str(tmp_path / "experts"), f"--{key}", value))
