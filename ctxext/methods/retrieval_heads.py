@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
+from ctxext.errors import InvalidParameterError
 from ctxext.methods.dual_chunk import DualChunk
 from ctxext.methods.parameters import Range, WholeTokens, require
 from ctxext.methods.remap import Band, Piece, RemapMethod, Tokens
@@ -128,15 +131,29 @@ class RetrievalHeads(RemapMethod):
 
     def pieces(self, rope: RopeSpec, length: int) -> tuple[Piece, ...]:
         """Return the pieces of the heads that read far; ``near_method`` has the pieces of the others."""
-        far = self.far_method
-        return (Piece(region=Band()),) if far is None else far.pieces(rope, length)
+        with self._own_names():
+            far = self.far_method
+            return (Piece(region=Band()),) if far is None else far.pieces(rope, length)
 
     def parts(self, rope: RopeSpec, length: int) -> tuple[tuple[object, ...], ...]:
         return (*super().parts(rope, length), (self.near_method.pieces(rope, length), self.heads))
 
     def exact_length(self, rope: RopeSpec) -> int:
-        near, far = self.near_method.exact_length(rope), self.far_method
-        return near if far is None else min(near, far.exact_length(rope))
+        near = self.near_method.exact_length(rope)
+        with self._own_names():
+            far = self.far_method
+            return near if far is None else min(near, far.exact_length(rope))
+
+    @contextmanager
+    def _own_names(self) -> Iterator[None]:
+        """Give the parameters of the far method the names that they have here, in its errors."""
+        try:
+            yield
+        except InvalidParameterError as error:
+            said = str(error).replace(repr(self.far), repr(self.name))
+            for here, there in FAR[self.far].items():
+                said = re.sub(rf"\b{there}\b", here, said)
+            raise InvalidParameterError(said) from error
 
     @classmethod
     def reads_weights(cls, parameters: Mapping[str, Any]) -> bool:

@@ -74,10 +74,8 @@ class SelfExtend(RemapMethod):
         reach = usual if self.reach is None else tokens_of("reach", self.reach, rope, most=most)
         require(reach >= window, "reach", self.reach, f"at least window={window}: near tokens keep their positions")
         group = self.group or smallest_group(length, window, reach)
-        remedy = f"Take group={smallest_group(length, window, most) or 'a larger one and a smaller window'}."
-        longest = longest_text(window, group or length, reach)
-        require_reach(self.name, length, longest, remedy if self.group else "Take a smaller window or a larger reach.")
-        assert group is not None
+        remedy = f"Take group={smallest_group(length, window, most)}."
+        require_reach(self.name, length, longest_text(window, group, reach), remedy)
         offset = float(window - window // group)
         near, far = near_and_far(window, rope, exact=self.exact)
         query, key = PositionMap(group=group, offset=offset), PositionMap(group=group)
@@ -100,15 +98,15 @@ def largest_relative_position(length: int, window: int, group: int) -> int:
     return (length - 1) // group + window - window // group
 
 
-def smallest_group(length: int, window: int, reach: int) -> int | None:
-    """Return the smallest group that keeps relative positions of ``length`` tokens within ``reach``; None if none does.
+def smallest_group(length: int, window: int, reach: int) -> int:
+    """Return the smallest group that keeps relative positions of ``length`` tokens within ``reach``.
 
     The largest relative position falls as groups grow, except for rounding; so every size is tried, from the one at
-    which it would fit without any rounding.
+    which it would fit without any rounding. One group of all tokens stands at ``window``, which is within ``reach``.
     """
     least = max(1, -(-(length - 1 - window) // (reach - window + 1)))
-    fits = (group for group in range(least, length + 1) if largest_relative_position(length, window, group) <= reach)
-    return next(fits, None)
+    groups = range(least, length + 1)
+    return next(group for group in groups if largest_relative_position(length, window, group) <= reach)
 
 
 def longest_text(window: int, group: int, reach: int) -> int:

@@ -104,6 +104,19 @@ def test_values_that_it_cannot_have(name: str, parameters: dict[str, Any], said:
         ("dual_chunk", {"chunk": 20, "local": 10}, "local must be below half of chunk=20 tokens, found 10"),
         ("rerope", {"window": 64}, "window must be from 1 to 63 tokens"),
         ("rerope", {"window": 32, "leak": 0.5}, "reaches 95 tokens, found a target of 128.* of at most 0.326316"),
+        *(
+            ("retrieval_heads", {"heads": (0,), "window": 8, "far_window": 32} | parameters, said)
+            for parameters, said in (
+                ({"far_window": 64}, "^far_window must be from 1 to 63 tokens"),
+                ({"far": "rerope", "far_window": 64}, "^far_window must be from 1 to 63 tokens"),
+                ({"reach": 16}, "^reach must be at least far_window=32"),
+                ({"group": 2}, "^Method 'retrieval_heads' with .* Take group=4"),
+                (
+                    {"far": "rerope", "leak": 0.5},
+                    "^Method 'retrieval_heads' with .* Take a smaller far_window, or a leak",
+                ),
+            )
+        ),
         ("self_extend", {"window": 65}, "window must be from 1 to 63 tokens"),
         ("self_extend", {"window": 1.5}, "window must be from 1 to 63 tokens"),
         ("self_extend", {"window": 32, "reach": 64}, "reach must be from 1 to 63 tokens"),
