@@ -53,5 +53,9 @@ class ABF(RopeMethod):
         turns = rope.trained_length / (2 * math.pi)
         require(turns > 1, "trained_length", rope.trained_length, "above 2 pi, or base be given")
         if rope.inv_freq is not None:
-            return float(rope.base * self.factor ** (rope.rotary_dim / (2 * index_that_turns(rope, 1.0))))
-        return float(rope.base ** (math.log(turns * self.factor) / math.log(turns)))
+            first, grown, power = rope.base, self.factor, rope.rotary_dim / (2 * index_that_turns(rope, 1.0))
+        else:
+            first, grown, power = 1.0, rope.base, math.log(turns * self.factor) / math.log(turns)
+        is_base = math.log(first) + power * math.log(grown) <= math.log(MOST_BASE)
+        require(is_base, "factor", self.factor, f"smaller, or base be given: one of at most {MOST_BASE:g}")
+        return float(first * grown**power)
