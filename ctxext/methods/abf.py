@@ -53,7 +53,11 @@ class ABF(RopeMethod):
         turns = rope.trained_length / (2 * math.pi)
         require(turns > 1, "trained_length", rope.trained_length, "above 2 pi, or base be given")
         if rope.inv_freq is not None:
-            first, grown, power = rope.base, self.factor, rope.rotary_dim / (2 * index_that_turns(rope, 1.0))
+            index = index_that_turns(rope, 1.0)
+            require(
+                index > 0, "trained_length", rope.trained_length, "more than a turn of the first pair, or base given"
+            )
+            first, grown, power = rope.base, self.factor, rope.rotary_dim / (2 * index)
         else:
             first, grown, power = 1.0, rope.base, math.log(turns * self.factor) / math.log(turns)
         is_base = math.log(first) + power * math.log(grown) <= math.log(MOST_BASE)

@@ -155,6 +155,10 @@ UNTURNED = RopeSpec(rotary_dim=8, base=1e4, trained_length=4096, inv_freq=(0.0,)
         ("abf", {"factor": 1e6}, RopeSpec(64, 5e5, 8), "factor must be smaller, or base be given"),
         ("abf", {"factor": 1e6, "clip": "auto"}, RopeSpec(64, 1e7, 8), "factor must be smaller, or base be given"),
         ("abf", {"factor": 1e6}, RopeSpec(4, 5e5, 4096, inv_freq=(1.0, 2e-3)), "factor must be smaller, or base"),
+        *(
+            ("abf", {}, RopeSpec(4, 1e4, 64, inv_freq=trained), "more than a turn of the first pair, or base given")
+            for trained in ((0.17, 0.0), (0.05, 1e-4), (0.05, 0.0))
+        ),
         ("dynamic_ntk", {}, PAIR, r"rotary_dim must be above 2 .* found 2"),
         ("dynamic_yarn", {}, UNTURNED, "no pair of dimensions turns"),
         ("abf", {"base": 1e4}, RopeSpec(128, 5e5, 8192), r"at least the model's own \(500000\.0\), found 1"),
