@@ -313,7 +313,7 @@ def checked_scaling(
     if scaling is None:
         if choice is not None:
             raise InvalidParameterError(
-                f"scaling={choice!r}: the rotary positions of this {model_type} are not scaled. Leave scaling out."
+                f"scaling={choice!r}: the config of this {model_type} scales no positions. Leave scaling out."
             )
         return None, trained_length
     if choice is None and trained_length in scaling.windows:

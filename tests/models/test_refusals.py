@@ -251,7 +251,10 @@ INVALID: list[Any] = [
     (scaled, "yarn", {"factor": 16, "scaling": "replace", "trained_length": 128}, "contradicts the config"),
     (scaled, "yarn", {"scaling": "replace"}, "below the 512 that this checkpoint reads already"),
     (scaled, "yarn", {"factor": 2, "scaling": "extend", "trained_length": 128}, "below the 512 that this checkpoint"),
-    ("llama", "yarn", {"scaling": "extend"}, "are not scaled"),
+    *(
+        (model, name, {"scaling": "extend", "trained_length": 32}, "the config of this .* scales no positions")
+        for model, name in (("llama", "yarn"), ("bloom", "alibi"), (gpt2, "pi"), ("t5", "stretch_buckets"))
+    ),
 ]
 CHANGED = [(partial(changed, "llama", rope_parameters=None), "pi", {}, "rope_parameters=None.*Load the model again")]
 EVERY = {IncompatibleError: INCOMPATIBLE, InvalidParameterError: INVALID, UnknownNameError: UNKNOWN}
