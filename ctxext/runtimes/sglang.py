@@ -110,6 +110,12 @@ def _refuse(extended: ExtensionInConfig) -> None:
             f"'dynamic' the limit is {_end_of_dynamic(extended)} tokens (max_position_embeddings times the factor). "
             f"Give --factor the whole stretch, or choose a static method (yarn or ntk)."
         )
+    stays = [name for name in ("original_max_position_embeddings", "alpha") if name in extended.files]
+    if extended.rope_type == "dynamic" and stays:
+        raise IncompatibleError(
+            f"SGLang {VERSION} would serve another length or base of this {model_type}. It keeps {' and '.join(stays)} "
+            f"of config.json beside the dynamic scaling in arguments. Write a copy (ctxext patch), and export that."
+        )
 
 
 def _end_of_dynamic(extended: ExtensionInConfig) -> int:

@@ -90,6 +90,31 @@ def test_dynamic_scaling_beyond_its_factor_is_refused() -> None:
     assert any(f"at {TARGET} tokens" in note for note in made.notes)
 
 
+@pytest.mark.parametrize(
+    "said",
+    [
+        {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": TRAINED},
+        {"rope_type": "llama3", "factor": 2.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0},
+        {"rope_type": "default", "alpha": 100.0},
+        {"rope_type": "linear", "factor": 4.0},
+    ],
+    ids=lambda said: said["rope_type"],
+)
+def test_dynamic_scaling_is_not_merged_into_what_it_does_not_have(said: dict[str, Any]) -> None:
+    """SGLang counts no factor beside an original length, and changes the base by alpha alone."""
+    plain = LlamaConfig(**SHAPE, rope_parameters={"rope_theta": 10000.0} | said)
+    given = {} if said["rope_type"] == "default" else {"scaling": "replace", "trained_length": TRAINED}
+    extended = extended_config(plain, "dynamic_ntk", factor=4.0, **given)
+    if said["rope_type"] == "linear":
+        flags = export_config(extended, to="sglang", served=plain).by_flag
+        assert same(sglang(plain.to_dict(), flags), wanted(METHODS["dynamic_ntk"].from_dict({"factor": 4.0}), TARGET))
+        return
+    kept = "alpha" if "alpha" in said else "original_max_position_embeddings"
+    with pytest.raises(IncompatibleError, match=rf"It keeps {kept} of config\.json .* Write a copy"):
+        export_config(extended, to="sglang", served=plain)
+    assert export_config(extended, to="sglang").by_flag["--context-length"] == str(TARGET)
+
+
 @pytest.mark.slow
 def test_windows_are_not_those_of_the_model() -> None:
     """None of the classes that were read tells its attention of a window."""
