@@ -127,8 +127,10 @@ def with_start(made: Export, checkpoint: str, *, is_there: bool = True) -> Expor
 
 def _of_original(config: Any, served: Any, to: str, place: str, first: tuple[str, ...]) -> Export:
     """Export a checkpoint that is not extended yet: by flags, or by a copy where flags leave something behind."""
-    runtime = RUNTIMES[to]
-    flags = None if runtime.needs_copy(config) else with_start(export_config(config, to=to, served=served), place)
+    runtime, before = RUNTIMES[to], getattr(served, "ctxext", None) or {}
+    is_read = before.get("stock", True)  # other programs refuse other files before they look at arguments
+    has_flags = is_read and not runtime.needs_copy(config)
+    flags = with_start(export_config(config, to=to, served=served), place) if has_flags else None
     if flags is not None and not (runtime.drafts_missed and draft_heads(config)):
         return flags
     made = with_start(export_config(config, to=to), "NEW", is_there=False)
@@ -362,6 +364,7 @@ def _pairs_and_scale(text: Any, layer_type: str | None) -> tuple[int | None, flo
 
 
 def _changed(config: Any, served: Any) -> dict[str, Any]:
-    """Collect the fields of the decoder's config that the extension changed."""
+    """Collect the fields of the decoder's config that the extension changed, or the one that it replaces."""
     new, old = (text_of(part) for part in (config, served))
-    return {key: getattr(new, key) for key in config.ctxext["original"] if getattr(new, key) != getattr(old, key, None)}
+    changed = config.ctxext["original"] | (getattr(served, "ctxext", None) or {}).get("original", {})
+    return {key: value for key in changed if (value := getattr(new, key, None)) != getattr(old, key, None)}

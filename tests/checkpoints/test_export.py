@@ -480,6 +480,30 @@ def test_a_config_edited_beside_its_ctxext_entry_is_noticed(llama: Path, tmp_pat
         inspect_checkpoint(tmp_path / "long")
 
 
+@pytest.mark.parametrize("to", ["vllm", "sglang"])
+def test_what_the_extension_in_the_files_changed_is_told_too(to: str, tmp_path: Path) -> None:
+    """Its lifted windows were kept by the new one, and stayed lifted in the other program."""
+    plain = transformers.MistralConfig(**SHAPE, sliding_window=100, architectures=["MistralForCausalLM"])
+    extended_config(plain, "yarn", factor=2.0, sliding_window="lift").save_pretrained(tmp_path)
+    given: dict[str, Any] = {"to": to, "method": "ntk", "factor": 4.0, "trained_length": TRAINED}
+    told = {
+        choice: json.loads(export(tmp_path, **given, sliding_window=choice).flags[1]) for choice in ("keep", "lift")
+    }
+    assert told["keep"]["sliding_window"] == 100
+    assert "sliding_window" not in told["lift"]
+    assert told["keep"]["rope_parameters"] == told["lift"]["rope_parameters"]
+
+
+@pytest.mark.parametrize("to", RUNTIMES)
+def test_files_that_only_ctxext_reads_are_written_anew(to: str, llama: Path, tmp_path: Path) -> None:
+    """Another program refuses them, whatever its arguments say."""
+    patch_checkpoint(llama, tmp_path / "old", "self_extend", factor=2)
+    made = export(tmp_path / "old", to=to, method="yarn", factor=4.0, trained_length=TRAINED)
+    patched = f"ctxext patch {tmp_path}/old NEW --method yarn --factor 4.0 --trained-length {TRAINED} && "
+    assert made.command.startswith(patched)
+    assert json.dumps("rope_parameters") not in made.command
+
+
 def test_model_in_memory_and_adapter_directory(llama: Path, tmp_path: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(llama)
     with pytest.raises(PatchStateError, match="not extended"):
