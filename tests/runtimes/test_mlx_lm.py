@@ -70,6 +70,24 @@ def test_what_it_does_not_read(method: Method, message: str) -> None:
         export_config(extended_config(LlamaConfig(**SHAPE), method), to="mlx-lm")
 
 
+@pytest.mark.parametrize(
+    "said",
+    [
+        {"mscale": 0.5},
+        {"mscale_all_dim": 1.0},
+        {"mscale": 0.5, "mscale_all_dim": 0},
+        {"mscale": 1.0, "mscale_all_dim": 1.0},
+    ],
+    ids=str,
+)
+def test_a_yarn_that_says_mscale_was_not_tried(said: dict[str, float]) -> None:
+    """transformers reads both or neither; mlx-lm (rope_utils.py) takes 1 and 0 for what is missing."""
+    rope = {"rope_type": "yarn", "factor": 4.0, "rope_theta": 10000.0, "original_max_position_embeddings": TRAINED}
+    made = export_config(LlamaConfig(**SHAPE, rope_parameters=rope | said), to="mlx-lm")
+    assert not made.exact
+    assert any("this yarn was not tried on a llama" in note for note in made.notes)
+
+
 @pytest.mark.slow
 def test_two_sets_of_factors_are_one_there() -> None:
     config = Phi3Config(**SHAPE, original_max_position_embeddings=TRAINED, pad_token_id=0)
