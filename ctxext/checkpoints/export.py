@@ -179,7 +179,7 @@ def _read(
     config = read_any_config(place, trust_remote_code=trust_remote_code, **inside)
     model_class(config)  # it says so where transformers has none
     if method is None:
-        return config, None, keeps_old_readers_out(place, **inside)
+        return config, None, keeps_old_readers_out(place, config, **inside)
     return extended_config(config, method, trust_remote_code=trust_remote_code, **arguments), config, False
 
 
@@ -195,7 +195,7 @@ def export_config(config: Any, *, to: str, served: Any = None, guarded: bool = F
     """Export the extension that ``config`` holds; a config from a file must be consistent.
 
     ``served`` is the config in the files, where it is another one. ``guarded`` says that the files keep out whoever
-    reads the fields of transformers 4.
+    reads the fields of transformers 4, or lack them.
     """
     runtime, saved = RUNTIMES[to], saved_extension(config, f"this {config.model_type}")
     method = None if saved is None or saved_sides(saved) else saved_method(saved)

@@ -151,7 +151,7 @@ def inspect_checkpoint(
         exports=exports_of(
             config,
             str(Path(place, location.get("gguf_file", ""))),
-            guarded=keeps_old_readers_out(place, **location),
+            guarded=keeps_old_readers_out(place, config, **location),
             targets=["llama.cpp"] if "gguf_file" in location else (),  # the others serve checkpoints
         )
         if extended

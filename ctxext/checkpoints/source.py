@@ -23,8 +23,9 @@ from transformers.utils import LEGACY_PROCESSOR_CHAT_TEMPLATE_FILE, cached_file
 from ctxext.checkpoints.adapters import ADAPTER_FILE, commit_in_cache, is_adapter
 from ctxext.checkpoints.gguf_file import GGUFFile
 from ctxext.checkpoints.gguf_positions import read_positions
-from ctxext.core.old_form import OLD_GUARD
+from ctxext.core.old_form import OLD_GUARD, lacks_old_form
 from ctxext.core.saved import checked_extension
+from ctxext.core.scaling import published_text
 from ctxext.core.subject import path_to, text_of
 from ctxext.errors import CheckpointError, CtxextError, unwritable
 from ctxext.files import (
@@ -254,11 +255,12 @@ def opened_gguf(place: StrPath, gguf_file: str | None = None, **location: Any) -
     return None if gguf_file is None else GGUFFile(Path(cached_file(place, gguf_file, **location)))
 
 
-def keeps_old_readers_out(place: StrPath, **location: Any) -> bool:
-    """Return whether the config at ``place`` has a guard where readers of transformers 4 look for the base."""
+def keeps_old_readers_out(place: StrPath, config: Any, **location: Any) -> bool:
+    """Return whether readers of the fields of transformers 4 find a guard in the file of a config, or not its base."""
     raw, _ = ({}, None) if location.get("gguf_file") else PreTrainedConfig.get_config_dict(place, **location)
     parts = [raw, *(part for part in raw.values() if isinstance(part, dict))]
-    return any(value == OLD_GUARD for part in parts for value in part.values())
+    is_guarded = any(value == OLD_GUARD for part in parts for value in part.values())
+    return is_guarded or lacks_old_form(text_of(config), published_text(config, raw))
 
 
 def _misplaced(place: StrPath, raw: JsonObject, error: BaseException) -> str | None:

@@ -76,6 +76,14 @@ def old_form(text: Any, *, of_any_type: bool) -> JsonObject:
     return {}
 
 
+def lacks_old_form(text: Any, published: JsonObject) -> bool:
+    """Return whether a config.json has no old form of ``text.rope_parameters``, though there is one, or another."""
+    if "rope_parameters" not in published or not old_form(text, of_any_type=False):
+        return False
+    said = {name: published[name] for name in (*OLD_FIELDS, *PARTS) if name in published}
+    return not _reads(text, said, text.rope_parameters, alone=True)
+
+
 def _candidates(text: Any, rope: JsonObject) -> Iterator[JsonObject]:
     """Yield forms of ``rope`` that some config class may read, if transformers 4 computes such a rope dict likewise."""
     has_original = getattr(text, "original_max_position_embeddings", None) is not None

@@ -107,7 +107,7 @@ class ExtensionInConfig:
         windows: lengths that the weights may have been trained for, where the config leaves that open.
         unsaid: config fields that the files to be served do not hold yet.
         files: Rope dict in those files; empty where they hold the extended one.
-        guarded: True if those files stop programs that read the fields of transformers 4.
+        guarded: True if those files stop programs that read the fields of transformers 4, or lack these.
         way_to_run: the way to run the checkpoint that is left where no runtime can.
     """
 

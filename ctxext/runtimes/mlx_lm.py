@@ -28,6 +28,11 @@ from ctxext.runtimes.base import (
 )
 
 TABLE = Path(__file__).with_name("mlx_lm.json")
+# The classes that read a scaling in the fields of transformers 5.
+READ_NEW = (
+    *("gemma4", "gemma4_text", "glm_moe_dsa", "laguna", "mellum", "ministral3", "mistral4"),
+    *("qwen3", "qwen3_5", "qwen3_5_moe"),
+)
 
 
 class MlxLm(Runtime):
@@ -49,7 +54,14 @@ class MlxLm(Runtime):
         """
         require_known_type("mlx-lm", extended)
         model_type = extended.text.model_type
-        if extended.guarded:
+        is_ours, line = getattr(extended.config, "ctxext", None) is not None, _line(extended)
+        if extended.guarded and not is_ours and line and Path(line["class"]).stem not in READ_NEW:
+            raise IncompatibleError(
+                f"mlx-lm may not read the positions of this {model_type}: its config.json has the fields of "
+                f"transformers 5 alone, and most of mlx-lm's classes read those of transformers 4. Write rope_theta "
+                f"and rope_scaling beside rope_parameters."
+            )
+        if extended.guarded and is_ours:
             raise IncompatibleError(
                 f"mlx-lm may stop on this {model_type}: save_pretrained wrote its config.json with the fields of "
                 f"transformers 5, and most of mlx-lm's classes read those of transformers 4. Write both: "
@@ -68,14 +80,19 @@ def _version() -> str:
     return f"mlx-lm {read_table(TABLE)['versions']['mlx_lm']}"
 
 
+def _line(extended: ExtensionInConfig) -> dict[str, Any]:
+    """Return the table's entry for this model type; empty if there is none."""
+    line: dict[str, Any] = read_table(TABLE)["types"].get(extended.config.model_type, {})  # a part has another class
+    return line
+
+
 def _why_not_exact(extended: ExtensionInConfig) -> str | None:
     """Return why mlx-lm is not known to compute the extension; None if it was seen to.
 
     Raises:
         IncompatibleError: if mlx-lm was seen to stop, or to compute other positions.
     """
-    kind, form = extended.config.model_type, form_of(extended)  # the outer type: a part's type picks another class
-    line: dict[str, Any] = read_table(TABLE)["types"].get(kind, {})
+    kind, form, line = extended.config.model_type, form_of(extended), _line(extended)
     if not line:
         return f"Not proven: {_version()} has no class for {kind}, or its models were not tried."
     measured = line["forms"].get(form, {})

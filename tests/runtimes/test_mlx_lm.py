@@ -155,6 +155,25 @@ def test_it_is_told_by_files_alone_and_not_by_those_that_keep_it_out(tmp_path: P
     assert export(tmp_path / "again", to="mlx-lm").exact
 
 
+@pytest.mark.parametrize(
+    "kind", [LlamaConfig, transformers.Qwen2Config, transformers.Qwen3Config, transformers.ArceeConfig]
+)
+def test_files_with_the_fields_of_transformers_5_alone(kind: Any, tmp_path: Path) -> None:
+    """Classes that read rope_theta and rope_scaling take their own base and no scaling, without a word."""
+    rope = {"rope_type": "yarn", "factor": 4.0, "rope_theta": 5e4, "original_max_position_embeddings": TRAINED}
+    config = kind(**SHAPE, rope_parameters=rope, architectures=[kind.__name__.replace("Config", "ForCausalLM")])
+    config.save_pretrained(tmp_path)
+    if kind in (transformers.Qwen3Config, transformers.ArceeConfig):  # it reads the new fields, or has no such class
+        assert export(tmp_path, to="mlx-lm").exact == (kind is transformers.Qwen3Config)
+        return
+    with pytest.raises(IncompatibleError, match=r"may not read the positions .* Write rope_theta and rope_scaling"):
+        export(tmp_path, to="mlx-lm")
+    file = tmp_path / "config.json"
+    said = json.loads(file.read_text())
+    file.write_text(json.dumps(said | {"rope_theta": 5e4, "rope_scaling": rope}))
+    assert export(tmp_path, to="mlx-lm").exact
+
+
 @pytest.mark.nightly
 def test_inspect_says_so_too(tmp_path: Path) -> None:
     model = ctxext.patch(tiny_of("llama"), "yarn", factor=4.0)
