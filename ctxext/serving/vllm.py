@@ -99,6 +99,8 @@ def served_config(config: Any, place: str, *, device: str = "cpu") -> Any:
     rope = text_of(config).rope_parameters
     plain = plain_config(config, saved)
     _require_served(plain, place, device)
+    for name in saved["original"].keys() - {"rope_parameters"}:  # windows that were lifted, and chunks, stay off
+        setattr(plain, name, getattr(config, name, None))
     plain.max_position_embeddings = saved["target_length"]
     plain.ctxext = saved
     setattr(plain, REMAP, dict(rope))

@@ -60,6 +60,19 @@ def test_vllm_gets_the_rotation_of_the_training_the_window_and_the_method(method
     assert (spec.trained_length, spec.rotary_dim) == (TRAINED_LENGTH, plain.head_dim)
 
 
+@pytest.mark.parametrize("kind", ["mistral", "qwen2"])
+def test_what_an_extension_took_off_stays_off(kind: str) -> None:
+    """vLLM's layers would have the window, or rotate by the chunks, and the plugin refuses either."""
+    plain = tiny_config(kind, sliding_window=16 if kind == "mistral" else None)
+    if kind == "qwen2":
+        plain.dual_chunk_attention_config = dict(CHUNKED)
+    choice = {"sliding_window": "lift"} if kind == "mistral" else {}
+    config = extended_config(plain, "self_extend", factor=4.0, trained_length=64, **choice)
+    served = served_config(copy.deepcopy(config), "here")
+    assert (served.sliding_window, getattr(served, "dual_chunk_attention_config", None)) == (None, None)
+    assert served.rope_parameters == plain.rope_parameters
+
+
 def test_what_vllm_computes_by_itself_is_left_as_it_is() -> None:
     for config in (tiny_config("llama"), extended(method="yarn"), tiny_config("cohere")):
         before = copy.deepcopy(config)
