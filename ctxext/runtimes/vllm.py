@@ -16,7 +16,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from ctxext.core.scaling import rope_dicts
 from ctxext.errors import IncompatibleError, install_line
+from ctxext.models.windows import window_of
 from ctxext.runtimes.base import (
     USUAL_YARN,
     Export,
@@ -47,6 +49,8 @@ REMAPPED = ("self_extend", "dual_chunk", "rerope", "dpe", "streaming")
 """Methods that ctxext's plugin computes in vLLM."""
 REMAPPED_TYPES = ("llama", "mistral", "mixtral", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "gemma", "granite")
 """Model types whose log-probabilities under the plugin were measured to be those of the patched model."""
+REMAPPED_FROM = ("default", "linear", "llama3", "yarn")
+"""Rope types of the training under which vLLM rotates as transformers does."""
 
 
 class VLLM(Runtime):
@@ -122,12 +126,22 @@ class VLLM(Runtime):
         """Return the flags for a checkpoint that vLLM serves by ctxext's plugin.
 
         Raises:
-            IncompatibleError: for a model type that was not measured.
+            IncompatibleError: for a model type that was not measured, or a training that the plugin does not compute.
         """
         if extended.config.model_type not in REMAPPED_TYPES:
             raise IncompatibleError(
                 f"vLLM does not serve {extended.method!r} on a {extended.config.model_type}. ctxext's plugin was "
                 f"measured on {', '.join(REMAPPED_TYPES)}. {extended.way_to_run}."
+            )
+        ropes = rope_dicts(extended.config.ctxext["original"]["rope_parameters"])
+        trained = [rope.get("rope_type", "default") for _, rope in ropes]
+        unknown = [f"rope_type {kind!r}" for kind in trained if kind not in REMAPPED_FROM]
+        if window := window_of(extended.text):
+            unknown.append(f"a sliding window of {window} tokens")
+        if unknown:
+            raise IncompatibleError(
+                f"vLLM does not serve {extended.method!r} on this {extended.config.model_type}. It was trained with "
+                f"{unknown[0]}, which ctxext's plugin does not compute. {extended.way_to_run}."
             )
         note = (
             f"vLLM needs ctxext's plugin for {extended.method!r}: {install_line('vllm')}, beside "

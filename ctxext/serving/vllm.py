@@ -30,11 +30,8 @@ from ctxext.core.subject import text_of
 from ctxext.errors import IncompatibleError
 from ctxext.methods.dual_chunk import DualChunk
 from ctxext.rotary.stored_form import method_rope_parameters
-from ctxext.runtimes.vllm import PLUGIN, REMAPPED, REMAPPED_TYPES
+from ctxext.runtimes.vllm import PLUGIN, REMAPPED, REMAPPED_FROM, REMAPPED_TYPES
 from ctxext.spec import RopeSpec
-
-TRAINED = ("default", "linear", "llama3", "yarn")
-"""Rope types of the training under which vLLM rotates as transformers does."""
 
 REMAP = "ctxext_remap"
 """The field of a served config that holds the method and the rotation of the training, as a saved rope dict."""
@@ -124,7 +121,7 @@ def _chunked(config: Any, place: str, device: str) -> Any:
     return config
 
 
-def _require_served(plain: Any, place: str, device: str, rope_types: tuple[str, ...] = TRAINED) -> None:
+def _require_served(plain: Any, place: str, device: str, rope_types: tuple[str, ...] = REMAPPED_FROM) -> None:
     """Raise unless vLLM's model of a plain config rotates as the plugin knows.
 
     Raises:

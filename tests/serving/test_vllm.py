@@ -134,6 +134,30 @@ def test_export_says_what_it_takes(tmp_path: Path) -> None:
         export_config(extended("cohere"), to="vllm")
 
 
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        (tiny_config("llama", rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}), "'dynamic'"),
+        (
+            tiny_config(
+                "qwen2",
+                use_sliding_window=True,
+                sliding_window=16,
+                num_hidden_layers=2,
+                layer_types=["full_attention", "sliding_attention"],
+            ),
+            "a sliding window of 16 tokens",
+        ),
+    ],
+    ids=["rope type", "window"],
+)
+def test_export_refuses_what_the_plugin_would_refuse(config: Any, said: str) -> None:
+    scaling = {"scaling": "extend"} if "dynamic" in said else {}
+    made = extended_config(config, "self_extend", factor=4.0, trained_length=TRAINED_LENGTH, **scaling)
+    with pytest.raises(IncompatibleError, match=f"trained with (rope_type )?{said}, which ctxext's plugin"):
+        export_config(made, to="vllm")
+
+
 class Parser:
     def parse(self, model: Any, *args: Any, **kwargs: Any) -> tuple[dict[str, Any], Any]:
         return {"from": model}, kwargs["config"]
