@@ -303,7 +303,7 @@ def checked_path(path: StrPath, loading: LoadingOptions) -> str:
 
 
 def gguf_inside(path: StrPath, loading: LoadingOptions) -> tuple[str, LoadingOptions]:
-    """Name a GGUF file as transformers does, by its directory and file, and an adapter in a subfolder by its path.
+    """Name a GGUF file as transformers does, to be unpacked, and an adapter in a subfolder by its path.
 
     Any other path stays as it is.
 
@@ -313,12 +313,12 @@ def gguf_inside(path: StrPath, loading: LoadingOptions) -> tuple[str, LoadingOpt
     if "subfolder" in loading and is_adapter(inside := Path(path, loading["subfolder"])):  # its base lies elsewhere
         return str(inside), {name: value for name, value in loading.items() if name != "subfolder"}
     file = gguf_at(path)
-    if file is None:
+    named: LoadingOptions = {} if file is None else {"gguf_file": file.name}
+    if not (named | loading).get("gguf_file"):
         return os.fspath(path), loading
-    named: LoadingOptions = {"gguf_file": file.name}
     if hasattr(transformers, "GgufConfig"):  # since 5.17, before which transformers unpacked every file
         named["quantization_config"] = transformers.GgufConfig(dequantize=True)
-    return str(file.parent), named | loading
+    return os.fspath(path if file is None else file.parent), named | loading
 
 
 def config_place(path: StrPath) -> tuple[str, LoadingOptions]:

@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 
 import ctxext
 from ctxext.caches.digest import weights_digest
-from ctxext.checkpoints.source import read_tokenizer
+from ctxext.checkpoints.source import gguf_inside, read_tokenizer
 from ctxext.checkpoints.write import patch_checkpoint
 from ctxext.cli.app import app
 from ctxext.core.subject import Subject
@@ -338,6 +338,11 @@ def test_two_gguf_files_in_a_directory_are_no_checkpoint(gguf_file: Path, tmp_pa
         shutil.copy(gguf_file, tmp_path / name)
     with pytest.raises(CheckpointError, match=r"has no config\.json \(found: a\.gguf, b\.gguf\)"):
         ctxext.load(tmp_path, "yarn", factor=2.0)
+    _, how = gguf_inside(tmp_path, {"gguf_file": "a.gguf"})
+    if hasattr(transformers, "GgufConfig"):
+        assert how["quantization_config"].dequantize, "transformers would leave its weights packed where it can"
+    given: dict[str, Any] = {"method": "yarn", "factor": 2.0, "dtype": torch.float32}
+    require_same(ctxext.load(tmp_path, gguf_file="b.gguf", **given), ctxext.load(gguf_file, **given))
 
 
 @pytest.mark.slow
