@@ -72,8 +72,11 @@ def require_language_model(config: Any, place: str) -> None:
         )
 
 
-def way_to_run(config: Any) -> str:
-    """Return the way to run what no other program runs: `ctxext serve`, which takes classes that write text alone."""
+def way_to_run(config: Any, *, is_saved: bool) -> str:
+    """Return the way to run what no other program runs: `ctxext serve`, which takes classes that write text alone.
+
+    Of checkpoints that were not saved extended (``is_saved``), it takes those of a causal class of transformers alone.
+    """
     served = not config.is_encoder_decoder
     try:
         chosen = model_class(config)
@@ -81,12 +84,20 @@ def way_to_run(config: Any) -> str:
         served = False
     else:
         served &= chosen is AutoModelForCausalLM or bool(chosen.can_generate())
-    return "Serve it with ctxext serve" if served else "Run it with transformers, by ctxext.load"
+    if not served:
+        return "Run it with transformers, by ctxext.load"
+    is_taken = is_saved or _takes(AutoModelForCausalLM, config)
+    return "Serve it with ctxext serve" if is_taken else "Serve a copy (ctxext patch) with ctxext serve"
+
+
+def _takes(kind: Any, config: Any) -> bool:
+    """Return whether ``kind``, a class such as ``AutoModelForCausalLM``, takes a checkpoint."""
+    return type(config) in kind._model_mapping or kind.__name__ in (getattr(config, "auto_map", None) or {})
 
 
 def require_class(config: Any, kind: Any, place: str) -> None:
     """Raise ``IncompatibleError`` unless ``kind``, a class such as ``AutoModelForCausalLM``, takes a checkpoint."""
-    if type(config) not in kind._model_mapping and kind.__name__ not in (getattr(config, "auto_map", None) or {}):
+    if not _takes(kind, config):
         predicts = "causal" if kind is AutoModelForCausalLM else "masked"
         raise IncompatibleError(
             f"{place} holds a {config.model_type}, for which transformers has no {predicts} language model. Give a "

@@ -289,6 +289,7 @@ def read_extended(config: Any, served: Any = None) -> ExtensionInConfig:
             f"or name the extension to serve it with (--method yarn --factor 4)."
         )
     text, before = (None if part is None else text_of(part) for part in (config, served))
+    way = way_to_run(config, is_saved=served is None)
     saved = getattr(config, "ctxext", None)
     if saved is not None and saved_sides(saved):
         raise IncompatibleError(
@@ -302,13 +303,12 @@ def read_extended(config: Any, served: Any = None) -> ExtensionInConfig:
     if not reaching:
         raise IncompatibleError(
             f"The extension of this {config.model_type} is not one of rotary positions; no runtime here has a flag "
-            f"for it. {way_to_run(config)}."
+            f"for it. {way}."
         )
     types = {rope.get("rope_type", "default") for _, rope in reaching}
     if saved is not None and not saved["stock"] and types <= {*STOCK_TYPES}:
         raise IncompatibleError(
-            f"Only ctxext reads {saved['method']['method']!r} from the config of this {config.model_type}. "
-            f"{way_to_run(config)}."
+            f"Only ctxext reads {saved['method']['method']!r} from the config of this {config.model_type}. {way}."
         )
     layer_type = reaching[0][0]
     trained_length, target_length, windows = _lengths(config)
@@ -323,7 +323,7 @@ def read_extended(config: Any, served: Any = None) -> ExtensionInConfig:
         scale=scale,
         unsaid={} if served is None else _changed(config, served),
         files={} if before is None else dict(rope_dicts(before)).get(layer_type, {}),
-        way_to_run=way_to_run(config),
+        way_to_run=way,
     )
 
 

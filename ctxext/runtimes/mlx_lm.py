@@ -107,13 +107,13 @@ def _why_not_exact(extended: ExtensionInConfig) -> str | None:
     if isinstance(error, str):
         raise IncompatibleError(
             f"{_version()} stops on this {kind}: its class ({line['class']}) does not read this "
-            f"{extended.rope_type} ({error}). {_OTHERWISE}"
+            f"{extended.rope_type} ({error}). {_OTHERWISE} {extended.way_to_run} otherwise."
         )
     if not right:
         raise IncompatibleError(
             f"{_version()} would run this {kind} with other positions: its class ({line['class']}) does not read all "
             f"of this {extended.rope_type}. It was {error:g} nats from the patched model; the unextended model is "
-            f"{measured['matters']:g} away. {_OTHERWISE}"
+            f"{measured['matters']:g} away. {_OTHERWISE} {extended.way_to_run} otherwise."
         )
     if (window := extended.narrow_window) and not line["window"]:
         return f"Not proven: this {kind} has a sliding window of {window} tokens; the models that were run had none."
@@ -124,10 +124,7 @@ def _why_not_exact(extended: ExtensionInConfig) -> str | None:
     return None
 
 
-_OTHERWISE = (
-    "Extend the checkpoint by a method that mlx-lm reads (for most types ntk or abf, another base), or serve it with "
-    "ctxext serve."
-)
+_OTHERWISE = "Extend the checkpoint by a method that mlx-lm reads (for most types ntk or abf, another base)."
 
 
 def form_of(extended: ExtensionInConfig) -> str:

@@ -102,7 +102,7 @@ def _refuse(extended: ExtensionInConfig) -> None:
     if extended.loses_factor or (model_type in BASE_ONLY and extended.rope_type != "default"):
         raise IncompatibleError(
             f"SGLang {VERSION} would run this {model_type} unextended: it reads the base and no factor. Extend the "
-            f"checkpoint by another base (ntk or abf), or serve it with ctxext serve."
+            f"checkpoint by another base (ntk or abf). {extended.way_to_run} otherwise."
         )
     if extended.rope_type == "dynamic" and extended.target_length > _end_of_dynamic(extended):
         raise IncompatibleError(

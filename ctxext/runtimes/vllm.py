@@ -81,15 +81,16 @@ class VLLM(Runtime):
         if extended.loses_factor:
             raise IncompatibleError(
                 f"vLLM would run this {extended.text.model_type} unextended: it does not read the factor of rope_type "
-                f"{extended.rope_type!r}. Extend the checkpoint by another base (ntk or abf), or serve it with "
-                f"ctxext serve."
+                f"{extended.rope_type!r}. Extend the checkpoint by another base (ntk or abf). {extended.way_to_run} "
+                f"otherwise."
             )
         startable = with_whole_table(extended)
         if extended.rope.get("mrope_section") and startable.rope_type not in SEVERAL_AXES:
             raise IncompatibleError(
                 f"vLLM would run this {extended.text.model_type} with other positions. Positions have several axes "
                 f"(mrope_section), which vLLM reads for rope_type {' and '.join(SEVERAL_AXES)} only, not for "
-                f"{startable.rope_type!r}. Extend it by ntk, abf or a yarn without divisor, or use ctxext serve."
+                f"{startable.rope_type!r}. Extend it by ntk, abf or a yarn without divisor. {extended.way_to_run} "
+                f"otherwise."
             )
         # From here on the rope type that vLLM starts with decides, and it may differ from the checkpoint's.
         doubt = _model_class(startable)
@@ -224,12 +225,12 @@ def _model_class(extended: ExtensionInConfig) -> str | None:
     if problem := rule(extended):
         raise IncompatibleError(
             f"vLLM {version} would run this {model_type} with other positions: its model class ({line['class']}) "
-            f"{problem}. {_OTHERWISE}"
+            f"{problem}. {_OTHERWISE} {extended.way_to_run} otherwise."
         )
     if line["interleaved"] and extended.rope_type == "longrope":
         raise IncompatibleError(
             f"vLLM {version} cannot run longrope on this {model_type}: it supports longrope for half-split rotation "
-            f"(Llama's layout) only. {_OTHERWISE}"
+            f"(Llama's layout) only. {_OTHERWISE} {extended.way_to_run} otherwise."
         )
     if line["otherwise"] and model_type not in CLASSES:
         return f"Not proven: vLLM's class for {model_type} changes the rope parameters ({line['class']})."
@@ -238,7 +239,7 @@ def _model_class(extended: ExtensionInConfig) -> str | None:
     return None
 
 
-_OTHERWISE = "Extend the checkpoint by a method that the class computes (ntk for most), or serve it with ctxext serve."
+_OTHERWISE = "Extend the checkpoint by a method that the class computes (ntk for most)."
 
 
 def _scores_unscaled(extended: ExtensionInConfig) -> str | None:

@@ -624,6 +624,18 @@ def test_the_command_that_writes_a_copy_runs(llama: Path, tmp_path: Path, monkey
     assert (saved["factor"], saved["window"], saved["exact"]) == (4.0, 0.25, False)
 
 
+@pytest.mark.parametrize("to", ["vllm", "sglang", "mlx-lm"])
+def test_a_model_with_images_is_served_as_a_copy(to: str) -> None:
+    """`ctxext serve` takes the class that an extended checkpoint was saved from, and causal ones otherwise."""
+    parts = {"text_config": LlamaConfig(**SHAPE), "architectures": ["LlavaForConditionalGeneration"]}
+    plain = transformers.LlavaConfig(**parts)
+    extended = extended_config(plain, "self_extend", factor=4.0)
+    with pytest.raises(IncompatibleError, match=r"Serve a copy \(ctxext patch\) with ctxext serve"):
+        export_config(extended, to=to, served=plain)
+    with pytest.raises(IncompatibleError, match="Serve it with ctxext serve"):
+        export_config(extended, to=to)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", [transformers.LlamaForSequenceClassification, transformers.LlamaForCausalLM])
 def test_a_refusal_names_a_program_that_runs_the_model(kind: Any) -> None:
