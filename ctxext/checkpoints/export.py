@@ -6,6 +6,7 @@ import copy
 import json
 import numbers
 import os
+import shlex
 from collections.abc import Iterable
 from dataclasses import fields, replace
 from pathlib import Path
@@ -238,9 +239,10 @@ def _longer_table(config: Any, saved: JsonObject, served: Any, to: str) -> Expor
         IncompatibleError: for a checkpoint whose files hold the shorter table.
     """
     if served is not None:
+        words = _patch_command("SOURCE", saved_method(saved), False, {"trained_length": saved["trained_length"]})
         raise IncompatibleError(
             f"No flag makes {to} read a longer table of positions than the checkpoint holds. Write one first: "
-            f"ctxext patch SOURCE NEW --method {saved['method']['method']} --factor {saved['method']['factor']:g}."
+            f"{shlex.join(words)}"
         )
     target, flag = saved["target_length"], RUNTIMES[to].length_flag
     note = (

@@ -273,8 +273,12 @@ def test_inspect_of_what_was_extended(tmp_path: Path) -> None:
 
 def test_export_of_what_is_not_written_yet(tmp_path: Path) -> None:
     gpt2().save_pretrained(tmp_path)
-    with pytest.raises(IncompatibleError, match=r"No flag makes vllm read a longer table .* ctxext patch SOURCE NEW"):
-        ctxext.export(tmp_path, to="vllm", method="pi", factor=2)
+    for method, given, words in (
+        ("pi", {}, "--method pi --factor 2.0 --trained-length 32"),
+        ("stretch", {"keep": 4, "trained_length": 24}, "--method stretch --factor 2.0 -p keep=4 --trained-length 24"),
+    ):
+        with pytest.raises(IncompatibleError, match=rf"^No flag makes vllm read .* ctxext patch SOURCE NEW {words}$"):
+            ctxext.export(tmp_path, to="vllm", method=method, factor=2, **given)
 
 
 def test_describe() -> None:
