@@ -25,6 +25,7 @@ from ctxext.runtimes.base import (
     longest,
     longrope_scales,
     overridden,
+    raised_lengths,
     require_known_type,
     whole,
     with_whole_table,
@@ -53,7 +54,7 @@ class SGLang(Runtime):
         """
         _refuse(extended)
         extended = with_whole_table(extended)
-        rope, overrides = extended.rope, dict(extended.unsaid)
+        rope, overrides = extended.rope, extended.unsaid | raised_lengths(extended.text, extended.target_length)
         notes, exact = extended.length_notes, True
         if extended.rope_type == "dynamic":
             overrides["max_position_embeddings"] = extended.trained_length

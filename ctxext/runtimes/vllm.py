@@ -28,6 +28,7 @@ from ctxext.runtimes.base import (
     longest,
     longrope_scales,
     overridden,
+    raised_lengths,
     read_table,
     require_known_type,
     whole,
@@ -169,7 +170,7 @@ class VLLM(Runtime):
 
 def _overrides(extended: ExtensionInConfig) -> tuple[dict[str, Any], list[str], bool]:
     """Return config fields to override for vLLM, notes about them, and whether vLLM is exact with them."""
-    rope, overrides = extended.rope, dict(extended.unsaid)
+    rope, overrides = extended.rope, extended.unsaid | raised_lengths(extended.text, extended.target_length)
     if extended.rope_type not in MULTIPLIED and extended.target_length > longest(extended):
         overrides["max_position_embeddings"] = extended.target_length  # vLLM serves no more than this
     if extended.leaves_factor_open:

@@ -14,9 +14,13 @@ from ctxext.checkpoints.export import export_config
 from ctxext.checkpoints.load import extended_config
 from ctxext.errors import IncompatibleError
 from ctxext.methods import METHODS, Method
+from ctxext.serving.vllm import served_config
 from tests._checkpoints import SHAPE, TRAINED
 from tests._formulas import spectrum
 from tests.runtimes._exported import TARGET, VARIANTS, Spectrum, label, same, wanted
+
+# The fields in which SGLang looks for a length before max_position_embeddings (common.py:677).
+FIRST = ("max_sequence_length", "seq_length", "max_seq_len", "model_max_length")
 
 
 def sglang(config: dict[str, Any], flags: dict[str, str]) -> Spectrum:
@@ -26,7 +30,8 @@ def sglang(config: dict[str, Any], flags: dict[str, str]) -> Spectrum:
     config = config | told
     rope, longest = config["rope_parameters"], config["max_position_embeddings"]
     kind, factor = rope["rope_type"], rope.get("factor", 1.0)
-    promised = int(longest * (1 if "original_max_position_embeddings" in rope or kind == "llama3" else factor))
+    stated = next((config[name] for name in FIRST if config.get(name) is not None), longest)
+    promised = int(stated * (1 if "original_max_position_embeddings" in rope or kind == "llama3" else factor))
     assert int(flags["--context-length"]) <= promised, "SGLang refuses a longer one"
     if kind in ("linear", "yarn"):
         rows = rope.get("original_max_position_embeddings", longest) * factor
@@ -69,6 +74,19 @@ def test_what_the_files_say_of_another_yarn_is_said_anew(said: dict[str, Any], o
     made = export_config(extended, to="sglang", served=plain)
     assert made.exact
     assert same(sglang(plain.to_dict(), made.by_flag), wanted(method, 8 * TRAINED))
+
+
+@pytest.mark.parametrize(("name", "method"), [*zip(FIRST, ("yarn", "ntk", "dynamic_ntk", "pi"), strict=True)])
+def test_a_length_beside_the_one_that_transformers_reads_is_raised(name: str, method: str) -> None:
+    """Configs of Llama 1 and its kin have max_sequence_length, too; vLLM serves the least of all."""
+    plain = LlamaConfig(**SHAPE, **{name: TRAINED})
+    extended = extended_config(plain, method, factor=4.0)
+    for config, served in ((extended, None), (plain, plain)):
+        sglang(config.to_dict(), export_config(extended, to="sglang", served=served).by_flag)
+        told = json.loads(export_config(extended, to="vllm", served=served).by_flag["--hf-overrides"])
+        assert told[name] == TARGET
+    remapped = served_config(extended_config(plain, "self_extend", factor=4.0), "here")
+    assert getattr(remapped, name) == TARGET
 
 
 @pytest.mark.parametrize("longest", [TRAINED, TARGET])
