@@ -478,9 +478,10 @@ def _clash(request: Sampling) -> str | None:
             return "tool_choice: a call of a tool has no other format."
         if request.stop:
             return "stop: a call of a tool that tool_choice demands ends by itself. Leave stop out."
-    # With min_tokens, the form may allow no other token.
-    if request.stop_token_ids and (request.forced or request.schema_asked is not None):
-        return "stop_token_ids: an answer of a forced form ends by itself. Leave stop_token_ids out."
+    # JSON that is complete ends an answer below min_tokens, and may have no other token than one that ends it.
+    for name in ("stop_token_ids", "min_tokens") if request.forced or request.schema_asked is not None else ():
+        if getattr(request, name):
+            return f"{name}: an answer of a forced form ends by itself. Leave {name} out."
     if request.functions and request.parallel_tool_calls is False and not request.forced:
         return "parallel_tool_calls: false is served only where tool_choice is 'required' or a name."
     return None
