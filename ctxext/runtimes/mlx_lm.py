@@ -134,8 +134,8 @@ def form_of(extended: ExtensionInConfig) -> str:
         return "yarn_truncate"
     if kind == "yarn" and extended.scales_scores:
         return "yarn_scores" if rope.get("attention_factor") is None else "yarn_scores_attention"
-    if kind == "yarn" and {"mscale", "mscale_all_dim"} & rope.keys():  # which mlx-lm reads one by one
-        return "yarn_mscale"
+    if kind == "yarn" and (extended.leaves_factor_open or {"mscale", "mscale_all_dim"} & rope.keys()):
+        return "yarn_untried"  # mlx-lm computes no factor, and reads mscale and mscale_all_dim one by one
     if kind == "yarn":
         return "yarn" if abs(extended.scale - extended.yarn_scale) < 1e-6 else "yarn_attention"
     if longrope_scales(extended):

@@ -77,10 +77,11 @@ def test_what_it_does_not_read(method: Method, message: str) -> None:
         {"mscale_all_dim": 1.0},
         {"mscale": 0.5, "mscale_all_dim": 0},
         {"mscale": 1.0, "mscale_all_dim": 1.0},
+        {"factor": None},
     ],
     ids=str,
 )
-def test_a_yarn_that_says_mscale_was_not_tried(said: dict[str, float]) -> None:
+def test_a_yarn_that_mlx_lm_reads_otherwise_was_not_tried(said: dict[str, Any]) -> None:
     """transformers reads both or neither; mlx-lm (rope_utils.py) takes 1 and 0 for what is missing."""
     rope = {"rope_type": "yarn", "factor": 4.0, "rope_theta": 10000.0, "original_max_position_embeddings": TRAINED}
     made = export_config(LlamaConfig(**SHAPE, rope_parameters=rope | said), to="mlx-lm")
