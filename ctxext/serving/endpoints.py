@@ -350,17 +350,20 @@ class Templates(Endpoint):
         )
         for name in variables.keys() - (read - OF_SERVER):
             raise refusal(f"{name}: this model's chat template does not read it. Leave it out.")
-        written = content_for(self.tokenizer)
+        written, instructions = content_for(self.tokenizer), list[str]()
         for message in messages:
             content = message.get("content") or ""
             text = content if isinstance(content, str) else "\n".join(part["text"] for part in content)
             message["content"] = written(text)
+            instructions += [text.strip()] if message["role"] == "developer" else []
         try:
             prompt: str = self.tokenizer.apply_chat_template(
                 messages, tools=tools, add_generation_prompt=True, tokenize=False, **variables
             )
         except OF_TEMPLATES as error:
             raise refusal(f"The model's chat template refuses the messages: {error}") from error
+        if any(text not in prompt for text in instructions):
+            raise refusal("role: this model's chat template passes over messages of 'developer'. Send 'system'.")
         return self.tokens(prompt, special=False)
 
     def conversation(self, request: Any) -> list[JsonObject]:

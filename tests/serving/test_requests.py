@@ -8,16 +8,20 @@ import random
 import sys
 import typing
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from fastapi import HTTPException
 from openai.types import completion_create_params as of_texts
 from openai.types.chat import completion_create_params as of_chats
 from openai.types.responses import response_create_params as of_responses
 
 from ctxext.caches.continuous import PAGED_IN_LAYERS
+from ctxext.serving.endpoints import Chats
 from ctxext.serving.requests import NEUTRAL, Answered, Completion, Conversation
 from tests._programs import ROOT
+from tests._tokenizer import make_letters
 from tests.serving._asking import CHAT, RESPONSES, TEXT, Asking, asking, letters
 
 KINDS: dict[str, tuple[type[Any], Any]] = {
@@ -344,6 +348,21 @@ def test_fields_that_cannot_be_honoured_together_are_refused(server: Asking) -> 
             assert server.raw(path, BASE[path] | more)[0] == 200, more
         else:
             assert server.refused(path, **BASE[path] | more).startswith(begins), more
+
+
+@pytest.mark.parametrize("role", ["developer", "system"])
+def test_a_message_that_the_template_passes_over_is_refused(role: str) -> None:
+    """Templates such as Qwen's have a branch for each role that they know, and none for others."""
+    roles, chats = "['user', 'assistant', 'system']", Chats.__new__(Chats)
+    chats.tokenizer, chats.served = make_letters(), SimpleNamespace(window=None)
+    chats.tokenizer.chat_template = f"{{% for m in messages if m.role in {roles} %}}{{{{ m.content }}}}{{% endfor %}}"
+    messages = [{"role": role, "content": " abc "}, {"role": "user", "content": "def"}]
+    request = Conversation(messages=messages)
+    if role == "system":
+        assert len(chats.prompt(request, messages)) == len(" abc def")
+        return
+    with pytest.raises(HTTPException, match="passes over messages of 'developer'"):
+        chats.prompt(request, messages)
 
 
 @pytest.mark.slow
