@@ -73,13 +73,13 @@ class Rope(Architecture):
         if isinstance(method, RemapMethod):
             from ctxext.attention.remapped_layers import install_pieces, require_remappable
 
-            sites = [_as_it_rotates(subject, site) for site in sites]
+            sites = [_as_it_rotates(subject, site, request) for site in sites]
             require_remappable(subject, method, sites[0], places, layers)
         before = {}
         if method.dynamic:
             # Texts inside the trained window keep the live frequencies bit for bit; the formula may round some to a
             # neighbour.
-            before = {(s.path, s.layer_type): _as_it_rotates(subject, s).spec.inv_freq or () for s in sites}
+            before = {(s.path, s.layer_type): _as_it_rotates(subject, s, request).spec.inv_freq or () for s in sites}
         find = find_stored_form
         if hasattr(text, "qk_rope_head_dim"):
             from ctxext.models.latent import score_form as find
@@ -141,14 +141,19 @@ def _windows(subject: Subject, method: Method, request: ExtensionArguments, trai
     return window_fields(text, request.sliding_window, method.target_length(trained_length))
 
 
-def _as_it_rotates(subject: Subject, site: RotarySite) -> RotarySite:
+def _as_it_rotates(subject: Subject, site: RotarySite, request: ExtensionArguments) -> RotarySite:
     """Return the site with the exact float32 frequencies of its module, so that unchanged distances keep every bit.
 
-    A spec without frequencies means the powers of its base, which transformers computes in float32.
+    A spec without frequencies means the powers of its base, which transformers computes in float32. The config that
+    they are computed from still has a scaling that is replaced.
     """
     if site.spec.inv_freq is not None:
         return site
-    inv_freq = getattr(Rebuild(subject).rotary(site.path), f"{site.prefix}inv_freq")
+    fields: JsonObject = {}
+    if request.scaling == "replace":
+        plain = {"rope_type": "default", "rope_theta": site.spec.base}
+        fields["rope_parameters"] = site.rescaled(subject.text.rope_parameters, plain)
+    inv_freq = getattr(Rebuild(subject, fields).rotary(site.path), f"{site.prefix}inv_freq")
     return replace(site, spec=replace(site.spec, inv_freq=tuple(inv_freq.double().tolist())))
 
 

@@ -150,6 +150,22 @@ def test_replacing_is_asked_for_by_name(kind: str, tmp_path: Path) -> None:
     assert torch.equal(logits(ctxext.load(tmp_path), tokens()), logits(model, tokens()))
 
 
+@pytest.mark.parametrize(
+    ("kind", "method"), [*zip(SCALED, ("self_extend", "rerope", "streaming", "dual_chunk"), strict=True)]
+)
+def test_a_remapping_starts_from_plain_positions_where_the_scaling_is_replaced(kind: str, method: str) -> None:
+    """It kept the frequencies of the scaling that it should replace, without their temperature."""
+    model = scaled(kind)
+    rope = {"rope_type": "default", "rope_theta": SCALED[kind]["rope_theta"]}
+    plain = tiny(max_position_embeddings=LENGTH, rope_parameters=rope)
+    given: dict[str, Any] = {"factor": 16.0, "trained_length": ORIGINAL}
+    ctxext.patch(model, method, scaling="replace", **given)
+    ctxext.patch(plain, method, **given)
+    assert rotation(model)[1] == 1.0
+    assert torch.equal(rotation(model)[0], rotation(plain)[0])
+    assert torch.equal(logits(model, tokens()), logits(plain, tokens()))
+
+
 @pytest.mark.slow
 def test_the_temperature_that_latent_attention_was_trained_with_is_kept(tmp_path: Path) -> None:
     """DeepSeek multiplies its whole scores; stock code reads by how much off the scaling of its config."""
