@@ -135,7 +135,8 @@ class VLLM(Runtime):
                 f"vLLM does not serve {extended.method!r} on a {extended.config.model_type}. ctxext's plugin was "
                 f"measured on {', '.join(REMAPPED_TYPES)}. {extended.way_to_run}."
             )
-        ropes = rope_dicts(extended.config.ctxext["original"]["rope_parameters"])
+        saved = extended.config.ctxext
+        ropes = () if saved["scaling"] == "replace" else rope_dicts(saved["original"]["rope_parameters"])
         trained = [rope.get("rope_type", "default") for _, rope in ropes]
         unknown = [f"rope_type {kind!r}" for kind in trained if kind not in REMAPPED_FROM]
         if window := window_of(extended.text):

@@ -29,7 +29,7 @@ from ctxext.core.scaling import CHUNKED, heads_of, rope_dicts
 from ctxext.core.subject import text_of
 from ctxext.errors import IncompatibleError
 from ctxext.methods.dual_chunk import DualChunk
-from ctxext.rotary.stored_form import method_rope_parameters
+from ctxext.rotary.stored_form import method_rope_parameters, stored_method
 from ctxext.runtimes.base import raised_lengths
 from ctxext.runtimes.vllm import PLUGIN, REMAPPED, REMAPPED_FROM, REMAPPED_TYPES
 from ctxext.spec import RopeSpec
@@ -96,6 +96,8 @@ def served_config(config: Any, place: str, *, device: str = "cpu") -> Any:
         )
     rope = text_of(config).rope_parameters
     plain = plain_config(config, saved)
+    if saved["scaling"] == "replace":  # the scaling in the config is none of the remapped rotation
+        plain.rope_parameters = {"rope_type": "default", "rope_theta": stored_method(rope)[1].base}
     _require_served(plain, place, device)
     for name in saved["original"].keys() - {"rope_parameters"}:  # windows that were lifted, and chunks, stay off
         setattr(plain, name, getattr(config, name, None))

@@ -73,6 +73,18 @@ def test_what_an_extension_took_off_stays_off(kind: str) -> None:
     assert served.rope_parameters == plain.rope_parameters
 
 
+@pytest.mark.parametrize("kind", ["yarn", "dynamic"])
+def test_a_scaling_that_is_replaced_is_no_rotation_of_the_training(kind: str) -> None:
+    rope = {"rope_type": kind, "factor": 2.0, "rope_theta": 5e4}
+    plain = tiny_config(
+        "llama", rope_parameters=rope | ({"original_max_position_embeddings": 32} if kind == "yarn" else {})
+    )
+    trained = 32 if kind == "yarn" else TRAINED_LENGTH
+    config = extended_config(plain, "self_extend", factor=8.0, trained_length=trained, scaling="replace")
+    assert served_config(copy.deepcopy(config), "here").rope_parameters == {"rope_type": "default", "rope_theta": 5e4}
+    assert export_config(config, to="vllm").exact
+
+
 def test_what_vllm_computes_by_itself_is_left_as_it_is() -> None:
     for config in (tiny_config("llama"), extended(method="yarn"), tiny_config("cohere")):
         before = copy.deepcopy(config)
