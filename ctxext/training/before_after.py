@@ -48,8 +48,9 @@ class BeforeAndAfter:
                 "whole weights. Leave out the section evaluation, and measure the merged checkpoint with ctxext eval."
             )
         extension = settings.extension
-        is_outline = not checkpoint.has_weights and not reads_weights(extension.method, extension.parameters)
-        if evaluation.passkey_lengths and is_outline:
+        if not checkpoint.has_weights and reads_weights(extension.method, extension.parameters):
+            return  # by an outline no head can be scored; it is all checked again once there are weights
+        if evaluation.passkey_lengths and not checkpoint.has_weights:
             with patching.patched(checkpoint.model, extension.method, **extension.arguments()):
                 self._keys(checkpoint)
         # Packed weights hold means, which devices may round otherwise.

@@ -72,6 +72,17 @@ def test_nothing_is_measured_of_weights_that_are_shared_out(settings: Any, monke
     assert weights_digest(loaded.model) == "unknown"
 
 
+@pytest.mark.slow
+def test_heads_that_weights_choose_are_not_looked_for_without_them(settings: Any, corpus: Path) -> None:
+    """The recipe checks its measurements on an outline of the model first."""
+    text = ("--evaluation.text", str(corpus), "--evaluation.lengths", "96")
+    given = settings("--method", "retrieval_heads", "--parameters", "{share: 0.5}", "--factor", "4", *text)
+    BeforeAndAfter(load_checkpoint(given.checkpoint, dtype="fp32", weights=False), given)
+    measured = BeforeAndAfter(load_checkpoint(given.checkpoint, dtype="fp32"), given)
+    assert measured.plan is not None
+    assert measured.plan.lengths[-1] == 96
+
+
 @pytest.fixture
 def kept(settings: Any, tmp_path: Path) -> Path:
     """What a run measured before it was interrupted, marked."""
