@@ -15,7 +15,7 @@ from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 from ctxext.caches.digest import UNKNOWN, weights_digest
 from ctxext.checkpoints.load import reads_weights
 from ctxext.core import patching
-from ctxext.errors import CheckpointError, CtxextError, IncompatibleError
+from ctxext.errors import CheckpointError, CtxextError, IncompatibleError, InvalidParameterError
 from ctxext.evaluation import passkey
 from ctxext.evaluation.perplexity import PerplexityPlan, inside_survey, make_plan, prepare
 from ctxext.evaluation.perplexity_result import POSITIONS, PerplexityReading, PerplexityResult
@@ -170,6 +170,11 @@ class BeforeAndAfter:
         lengths = [*evaluation.lengths, *([evaluation.window] if evaluation.window else [])]
         model = self.checkpoint.model
         plan = make_plan(model, lengths=lengths, method=extension.method, arguments=extension.arguments())
+        if evaluation.window is not None and evaluation.window > plan.trained_length:
+            raise InvalidParameterError(
+                f"evaluation.window, {evaluation.window:,} tokens, is beyond the trained {plan.trained_length:,}, in "
+                f"which the original checkpoint is compared. Give a smaller one, or leave it out."
+            )
         return replace(plan, method=None, arguments={}, trained_length=evaluation.window or plan.trained_length)
 
     def _finish(self, survey: Survey[Any]) -> None:

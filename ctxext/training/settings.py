@@ -276,8 +276,8 @@ class Evaluation(Section):
         documents: number of documents to read, the first that are long enough; None reads all of these.
         skip: tokens left out at the start of each document.
         lengths: tokens to read, as for ``ctxext eval perplexity``; by default the extended window, in spans.
-        window: tokens of the longest truncation; None takes the trained length. A half, a quarter and three quarters of
-            it are tried too, and the best of them is the baseline.
+        window: tokens of the longest truncation, at most the trained length; None takes that. A half, a quarter and
+            three quarters of it are tried too, and the best of them is the baseline.
         passkey_lengths: tokens of the prompts that hide a passkey; none by default.
         passkey_depths: places of the key in a prompt, from 0 (start) to 1 (end).
         passkey_trials: number of prompts of each length and depth.

@@ -148,4 +148,7 @@ def test_what_cannot_be_measured_is_said_before_training(settings: Any, corpus: 
         recipe.finetune(settings("--evaluation.text", str(corpus), "--factor", "16"))
     with pytest.raises(InvalidParameterError, match=r"400 tokens are more than the 128 "):
         recipe.finetune(settings("--passkey_lengths", "400"))
+    longer = ("--evaluation.text", str(corpus), "--evaluation.lengths", "128", "--evaluation.window", "96")
+    with pytest.raises(InvalidParameterError, match=r"evaluation\.window, 96 tokens, is beyond the trained 64"):
+        recipe.finetune(settings(*longer))
     assert not list((tmp_path / "run").glob("checkpoint-*"))
