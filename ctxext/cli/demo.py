@@ -111,12 +111,17 @@ def _is_ours(path: Path) -> bool:
 
 @dataclass(frozen=True, eq=False)
 class Passage:
-    """End of a text with a fact hidden near its beginning, and a request for the fact, ``distance`` tokens behind."""
+    """End of a text with a fact hidden near its beginning, and a request for the fact, ``distance`` tokens behind.
+
+    Args:
+        behind: Tokens of the text behind the fact.
+    """
 
     text: TokenisedDocument
     request: Int[Tensor, " request"]
     answer: Int[Tensor, " answer"]
     distance: int
+    behind: int = 0
 
     @classmethod
     def of(cls, text: TokenisedDocument, tokenizer: Any, length: int) -> Passage:
@@ -134,7 +139,7 @@ class Passage:
         lines = [i for i in range(place, min(2 * place, room)) if "\n" in tokenizer.decode([int(ids[0, i - 1])])]
         place = lines[0] if lines else place
         whole = torch.cat([ids[:, :place], fact[None], ids[:, place:]], dim=1)
-        return cls(replace(text, input_ids=whole), request, answer, length + 1 - place)
+        return cls(replace(text, input_ids=whole), request, answer, length + 1 - place, room - place)
 
 
 def default_text() -> Document:
@@ -318,6 +323,7 @@ class Demo(Survey[ReadAndAnswer]):
             distance=self.passage.distance,
             text=self.passage.text.name,
             window=table.window,
+            lacks_it=self.passage.behind > table.window,
             rows=tuple(rows),
             provenance=self.with_extensions(provenance_of(self.checkpoint, self.corpus)).to_dict(),
         )
@@ -417,7 +423,11 @@ class TextReading:
 
 @dataclass(frozen=True)
 class DemoResult:
-    """Everything that the demo measured, with its text and lengths."""
+    """Everything that the demo measured, with its text and lengths.
+
+    Args:
+        lacks_it: True where the best truncation shows nothing of the fact.
+    """
 
     trained_length: int
     length: int
@@ -427,6 +437,7 @@ class DemoResult:
     rows: tuple[TextReading, ...]
     provenance: JsonObject
     made_by: str = "ctxext demo"
+    lacks_it: bool = True
 
     @property
     def title(self) -> str:
@@ -504,7 +515,7 @@ def sentences(result: DemoResult) -> list[str]:
     gains = all_of([f"{row.label} {gain(row.difference)}" for row in result.extended])
     right, wrong = (
         [
-            f"{row.label} (which lacks it)" if row is result.truncated else row.label
+            f"{row.label} (which lacks it)" if row is result.truncated and result.lacks_it else row.label
             for row in [*result.extended, result.truncated]
             if row.is_right is is_right
         ]

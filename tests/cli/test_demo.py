@@ -144,6 +144,7 @@ def test_the_fact_stands_on_a_line_of_its_own_and_is_asked_for_at_the_end(
     assert (fact, before[-1:]) == (demo.FACT.format(ANSWER), "\n")
     assert text.endswith(before + after)
     assert (50 <= len(before) <= 100, passage.distance) == (True, 1001 - len(before) - 1)
+    assert passage.behind == len(after)
     assert bos_tokenizer.decode(passage.request) == demo.REQUEST
     assert bos_tokenizer.decode(passage.answer) == f" {ANSWER}"
 
@@ -178,7 +179,9 @@ def test_losses_are_those_of_the_evaluations_and_answers_those_of_generate(metho
 def test_what_it_says_follows_what_it_measured() -> None:
     """The same words for every outcome would be a brochure."""
 
-    def said(method: float, error: float = 0.01, answer: str = ANSWER, *, both: bool = False, on: str = DEFAULT) -> str:
+    def said(
+        method: float, error: float = 0.01, answer: str = ANSWER, *, both: bool = False, on: str = DEFAULT, **more: Any
+    ) -> str:
         rows = [
             demo.TextReading(name, label, label != "last 512", 3.0 + gap, found, reply, 1.0, 1.0)
             for name, label, gap, reply in (
@@ -188,12 +191,13 @@ def test_what_it_says_follows_what_it_measured() -> None:
             )
             for found in [PairedDifference(gap, error, 512, 8)]
         ]
-        return " ".join(demo.sentences(demo.DemoResult(TRAINED, 2 * TRAINED, 987, on, 512, tuple(rows), {})))
+        return " ".join(demo.sentences(demo.DemoResult(TRAINED, 2 * TRAINED, 987, on, 512, tuple(rows), {}, **more)))
 
     assert "A longer window pays on this text: YaRN +0.500 ± 0.010" in said(-0.5)
     assert "makes no sure difference on this text: YaRN +0.100 ± 0.500" in said(-0.1, 0.5)
     assert "does not pay on this text: YaRN -0.500 ± 0.010" in said(0.5)
     assert "987 tokens back, YaRN answered right; last 512 (which lacks it) did not." in said(0.0)
+    assert "YaRN answered right; last 512 did not." in said(0.0, lacks_it=False), "a window as long as nearly all of it"
     assert "987 tokens back, no reading answered right." in said(0.0, answer="48 213")
     assert "play" not in said(0.0), "nothing was measured there by YaRN alone"
     assert "play" not in said(0.0, both=True, on="mine")

@@ -12,7 +12,7 @@ from ctxext.methods import EncodingMethod, known_methods
 def test_which_encodings_depend_on_the_text() -> None:
     encodings = {name: kind() for name, kind in known_methods().items() if issubclass(kind, EncodingMethod)}
     found = {name for name, method in encodings.items() if depends_on_text(method, SMALL)}
-    assert {"cope", "shaw", "fox"} <= found
+    assert {"cope", "shaw", "fox", "path", "hierarchical_summary"} <= found
     assert not found & {"fire", "kerple", "sandwich", "t5_bias", "sinusoidal", "learned"}
 
 
