@@ -33,6 +33,21 @@ def parsed(value: Any) -> Any:
     return value
 
 
+def normalised(text: str) -> str:
+    """Take out a byte order mark and carriage returns, which change how a text is tokenised, and lone surrogates."""
+    text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+    return text.removeprefix("\ufeff").replace("\r\n", "\n").replace("\r", "\n")
+
+
+def _normalised_in(value: Any) -> Any:
+    """Return a value with all texts in its lists and objects ``normalised``."""
+    if isinstance(value, dict):
+        return {key: _normalised_in(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return list(map(_normalised_in, value))
+    return normalised(value) if isinstance(value, str) else value
+
+
 def checked_messages(value: Any, row: Row, place: str) -> tuple[JsonObject, ...]:
     """Return the messages in a row of a table, which may hold them as JSON texts.
 
@@ -151,7 +166,7 @@ def chat_tokens(conversation: Any, tokenizer: Any) -> tuple[list[int], list[bool
     name = conversation.name
     places = [f"Message {number} of the conversation {name!r}" for number, _ in enumerate(conversation.messages, 1)]
     learned = list(map(_is_learned, conversation.messages, places))
-    messages = list(map(_as_written, conversation.messages, places))
+    messages = [_normalised_in(_as_written(*each)) for each in zip(conversation.messages, places, strict=True)]
     if not tokenizer.chat_template:
         raise InvalidParameterError(
             f"{type(tokenizer).__name__} has no chat template, which the conversation {name!r} needs. Take a tokenizer "

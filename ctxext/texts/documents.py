@@ -33,7 +33,7 @@ from ctxext.errors import (
     unwritable,
 )
 from ctxext.files import lfs_advice, package_folders, parse_json
-from ctxext.texts.conversations import Row, checked_messages, parsed
+from ctxext.texts.conversations import Row, checked_messages, normalised, parsed
 from ctxext.texts.folders import FOREIGN, SOURCE_BYTES, Folder, is_text, read_folder, split_named
 from ctxext.texts.pdf import is_pdf, pdf_text
 
@@ -296,7 +296,7 @@ def _read_file(path: Path, column: str | None, inside: Path | None = None, alone
     _refuse_pointer(path)
     name = path.stem if inside is None else (inside.with_suffix("") if is_text(path) else inside).as_posix()
     if is_pdf(path):
-        yield Document(name, _normalised(pdf_text(path)))
+        yield Document(name, normalised(pdf_text(path)))
     elif _is_table(path, column):
         split = split_named(inside or Path(path.name))
         yield from _rows(_table_rows(path), split, path.name, column, _stem(path) if alone else name)
@@ -479,7 +479,7 @@ def _rows(
         name += f" ({split})" if split and split not in name else ""
         if isinstance(value, list) or (chosen in CHAT_COLUMNS and isinstance(parsed(value), list)):
             messages = checked_messages(value, row, f"Column {chosen!r} of {source!r} holds in row {number}")
-            said = [_normalised(message.get("content") or "") for message in messages]
+            said = [normalised(message.get("content") or "") for message in messages]
             yield Document(name, "\n\n".join(said), messages)
             continue
         if value is not None and not isinstance(value, str):
@@ -487,7 +487,7 @@ def _rows(
                 f"Column {chosen!r} of {source!r} holds {type(value).__name__} in row {number}, not text. Name the "
                 f"column of texts with --column; found: {', '.join(row)}."
             )
-        yield Document(name, _normalised(value or ""))
+        yield Document(name, normalised(value or ""))
 
 
 def _readable(rows: Iterable[Row], source: str) -> Iterator[Row]:
@@ -559,15 +559,9 @@ def read_text(path: Path) -> str:
 
 def _decoded(content: bytes, source: str) -> str:
     try:
-        return _normalised(content.decode("utf-8-sig"))
+        return normalised(content.decode("utf-8-sig"))
     except UnicodeDecodeError as error:
         raise InvalidParameterError(f"{source!r} is not UTF-8 text ({error.reason}); convert it.") from error
-
-
-def _normalised(text: str) -> str:
-    """Take out a byte order mark and carriage returns, which change how a text is tokenised, and lone surrogates."""
-    text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
-    return text.removeprefix("\ufeff").replace("\r\n", "\n").replace("\r", "\n")
 
 
 def _datasets() -> Any:

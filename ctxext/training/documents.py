@@ -147,7 +147,7 @@ def _fingerprint(asked: JsonObject, tokenizer: Any) -> str:
     ]
     vocabulary = tokenizer.backend_tokenizer.to_str() if tokenizer.is_fast else sorted(tokenizer.get_vocab().items())
     said = [type(tokenizer).__name__, tokenizer.chat_template, str(tokenizer.special_tokens_map)]  # templates use them
-    return digest(json.dumps([asked, files, vocabulary, *said, "as written"]), 16)
+    return digest(json.dumps([asked, files, vocabulary, *said, "normalised"]), 16)
 
 
 def _files(path: Path, column: str | None, split: str | None) -> list[Path]:

@@ -258,6 +258,20 @@ def test_tool_calls_as_tables_store_them(
     ]
 
 
+@pytest.mark.parametrize(
+    ("said", "read"), [("a\r\nb\rc", "a\nb\nc"), ("\ufeffhi", "hi"), ("half of \ud83d", "half of \ufffd")]
+)
+def test_texts_of_messages_are_read_as_other_texts(said: str, read: str, tmp_path: Path) -> None:
+    (found,) = read_documents(
+        [write(tmp_path / "chats.jsonl", {"messages": chat([("user", said), ("assistant", said)])})]
+    )
+    assert found.text == f"{read}\n\n{read}"
+    assert learned(found.messages, PLAIN) == f"{read};"
+    for arguments in ({"city": [said]}, json.dumps({"city": [said]})):
+        answer, _, _ = learned(called("f", arguments), CALLS).partition(";")
+        assert json.loads(answer)["arguments"] == {"city": [read]}
+
+
 def test_messages_and_calls_that_are_json_texts() -> None:
     messages = called("f", {"city": "Bonn"})
     messages[1]["tool_calls"] = json.dumps(messages[1]["tool_calls"])
