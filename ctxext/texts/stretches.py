@@ -19,6 +19,7 @@ from jaxtyping import Int
 from torch import Tensor
 
 from ctxext.errors import InvalidParameterError
+from ctxext.texts.conversations import normalised
 from ctxext.texts.corpus import Corpus, TokenisedDocument, corpus_of
 from ctxext.texts.documents import Document, read_documents, texts_in
 
@@ -46,7 +47,7 @@ def corpus_from(texts: Iterable[str | Path | Document], tokenizer: Any) -> Corpu
         if isinstance(text, Path):
             documents += read_documents([text])
         else:
-            documents.append(Document(f"text {number}", text) if isinstance(text, str) else text)
+            documents.append(Document(f"text {number}", normalised(text)) if isinstance(text, str) else text)
     return corpus_of(documents, tokenizer, tokens=2, whole=True)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,14 +12,22 @@ import torch
 from ctxext.errors import InvalidParameterError
 from ctxext.texts.corpus import TokenisedDocument, tokenise
 from ctxext.texts.documents import Document
-from ctxext.texts.stretches import split_texts
+from ctxext.texts.stretches import corpus_from, split_texts
 from tests._products import crossed
-from tests._tokenizer import make_tokenizer
+from tests._tokenizer import BYTES, make_tokenizer
 
 
 def document(name: str, tokens: int) -> TokenisedDocument:
     ids = torch.randint(0, 256, (1, tokens), generator=torch.Generator().manual_seed(len(name) + tokens))
     return TokenisedDocument(name, ids, 1)
+
+
+def test_texts_are_read_as_those_of_files(tmp_path: Path) -> None:
+    (tmp_path / "text.txt").write_bytes("\ufeffa\r\nb".encode())
+    given = ["\ufeffa\r\nb", tmp_path / "text.txt", "half of \ud83d"]
+    whole = [each.input_ids[0] for each in corpus_from(given[1:], BYTES).documents]
+    assert [BYTES.decode(ids) for ids in whole] == ["a\nb", "half of \ufffd"]
+    assert corpus_from(given, BYTES).copies == 1
 
 
 def test_documents_are_chosen_on_or_judged_on_and_never_both() -> None:
