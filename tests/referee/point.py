@@ -58,6 +58,12 @@ FREQUENCIES = list(METHODS)[:8]
 REMAPS = [name for name, (method, _) in METHODS.items() if method in (*truth.REMAPS, "retrieval_heads")]
 METHODS |= LIFTED
 UNWRITTEN = ("path", "fox", "t5_bias", "hierarchical_summary")
+SCALABLE = {
+    "none": [*METHODS],
+    "replace": [name for name in FREQUENCIES + REMAPS if name != "string"],
+    "extend": REMAPS,
+}
+"""Methods by the scaling of a checkpoint, which is left out, replaced by one that reaches as far, or extended."""
 ROTARY = [*FREQUENCIES, *REMAPS, "alibi", *UNWRITTEN]
 FEW = ["yarn", "dynamic_ntk", "self_extend", "dual_chunk", "streaming", "retrieval_heads"]
 KINDS: dict[str, list[str]] = {
@@ -91,6 +97,7 @@ AXES: dict[str, tuple[Any, ...]] = {
     "mode": ("no_grad", "inference", "grad"),
     "backend": ("cpu", "gpu"),
     "adapter": ("none", "before", "after", "merged"),
+    "scaled": ("none", "replace", "extend"),
 }
 KINDS |= {kind: [*FEW, "pi", "rerope leaky"] for kind in AT_NIGHT}
 OF_CACHES = {"read": 10, "step": 8, "crop": 6} | dict.fromkeys(("fill", "reorder", "fork", "empty"), 2)
@@ -120,7 +127,8 @@ NEEDS: dict[str, Callable[[Point], bool]] = {
     "select": lambda point: point.rows > 1 and point.cache != "static",
     # A graph that is kept knows the vocabulary of its time.
     **dict.fromkeys(("fork", "pickle", "twin", "resize"), lambda point: point.mode != "grad"),
-    **dict.fromkeys(("unpatch", "other"), lambda point: point.kind in FORMULAS),
+    "unpatch": lambda point: point.kind in FORMULAS,
+    "other": lambda point: point.kind in FORMULAS and point.scaled != "extend",  # by frequencies, too
     "train": lambda point: "float16" not in point.dtype and point.kind in FORMULAS and point.method not in UNWRITTEN,
     "packed": lambda point: point.kind not in ("gpt2", "bloom", "deepseek_v3", "qwen2_vl", *WINDOWED),
     "batches": lambda point: point.kind in ("llama", "qwen3") and point.dtype != "float16",
@@ -154,6 +162,7 @@ class Point:
     mode: str = "no_grad"
     backend: str = "cpu"
     adapter: str = "none"
+    scaled: str = "none"
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "operations", tuple(map(tuple, self.operations)))  # lists in a file
@@ -179,6 +188,7 @@ class Point:
         between, windows = self.padding in ("right", "hole"), self.kind in WINDOWED
         return (
             self.method in KINDS[self.kind]
+            and (self.scaled == "none" or (self.kind in FORMULAS and self.method in SCALABLE[self.scaled]))
             and not (self.kind == "qwen2_vl" and self.positions != "counted")  # it counts others by the text before
             and not (between and (windows or self.positions in ("left out", "slots")))  # all of these count slots
             and not ("left" in self.padding and self.rows == 1)  # as long as the longest row is none
@@ -205,6 +215,7 @@ class Point:
 WEIGHTS: dict[str, tuple[int, ...]] = {
     "dtype": (5, 4, 1, 1),
     "adapter": (9, 1, 1, 1),
+    "scaled": (8, 1, 1),
     "kind": (6, 3, 2, 1, 1, 2, 2, 1, 1, 1, 1, 1) + (1,) * len(AT_NIGHT),
     "mode": (4, 1, 1),
     "padding": (6, 2, 2, 2, 1),

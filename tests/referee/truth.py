@@ -72,7 +72,6 @@ def yarn(width: int, factor: float) -> tuple[Tensor, float]:
 
 
 FREQUENCIES: dict[str, Callable[[int, dict[str, Any], float], tuple[Tensor, float]]] = {
-    "none": lambda width, how, s: (plain(width), 1.0),
     "pi": lambda width, how, s: (plain(width) / how["factor"], 1.0),
     "ntk": lambda width, how, s: (ntk(width, how["factor"]), 1.0),
     "yarn": lambda width, how, s: yarn(width, how["factor"]),
@@ -157,21 +156,22 @@ REMAPS: dict[str, Callable[..., tuple[Tensor, Any]]] = {
 }
 
 
-def remapped(name: str, how: dict[str, Any], width: int) -> Rule:
-    """Other distances under the model's own frequencies."""
+def remapped(name: str, how: dict[str, Any], start: tuple[Tensor, float]) -> Rule:
+    """Other distances under the frequencies from which the method starts, which have a scale of cos and sin."""
+    inv_freq, scale = start
 
     def rule(length: int, _: int, head: int) -> Relation:
         i, j = pairs(length)
         apart, bias = REMAPS[name](i, j, how)
-        return Relation(apart, plain(width), bias, sharpness(length, how))
+        return Relation(apart, inv_freq, bias, sharpness(length, how) * scale**2)
 
     return rule
 
 
-def retrieval_heads(how: dict[str, Any], width: int) -> Rule:
+def retrieval_heads(how: dict[str, Any], start: tuple[Tensor, float]) -> Rule:
     """Some heads far, the others the first and the nearest tokens; only the far ones have a temperature."""
-    far = remapped(how.get("far", "self_extend"), how | {"window": how.get("far_window", L // 2)}, width)
-    near = remapped("streaming", {"exact": True} | how | {"temperature": "none"}, width)
+    far = remapped(how.get("far", "self_extend"), how | {"window": how.get("far_window", L // 2)}, start)
+    near = remapped("streaming", {"exact": True} | how | {"temperature": "none"}, start)
     return lambda length, fitted, head: (far if head in how["heads"] else near)(length, fitted, head)
 
 
@@ -186,14 +186,18 @@ def alibi(how: dict[str, Any], width: int) -> Rule:
     return rule
 
 
-def rule_of(name: str, how: dict[str, Any], width: int) -> Rule | None:
-    """The rule of a method; None where there is no formula here."""
+def rule_of(name: str, how: dict[str, Any], width: int, scaled: dict[str, Any]) -> Rule | None:
+    """The rule of a method on a checkpoint that is ``scaled`` by a rope dict; None where there is no formula here."""
+    start = spectrum(scaled, width)
+    if name == "none":
+        return by_frequencies(lambda s: start)
     if name in FREQUENCIES:
         return by_frequencies(lambda s: FREQUENCIES[name](width, how, s))
     if name in REMAPS:
-        return remapped(name, how, width)
-    makers = {"retrieval_heads": retrieval_heads, "alibi": alibi}
-    return makers[name](how, width) if name in makers else None
+        return remapped(name, how, start)
+    if name == "retrieval_heads":
+        return retrieval_heads(how, start)
+    return alibi(how, width) if name == "alibi" else None
 
 
 class Decoder:

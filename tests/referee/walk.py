@@ -47,6 +47,11 @@ SHAPES: dict[str, dict[str, Any]] = {
     "bloom": {},
     **{kind: {"max_position_embeddings": L} for kind in AT_NIGHT},
 }
+SCALED: dict[str, dict[str, Any]] = {
+    "replace": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 2.0, "original_max_position_embeddings": L},
+    "extend": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": L // 4},
+}
+"""Scalings of checkpoints by what becomes of them; the second one was trained with its own."""
 TOLERANCE = {"float64": 2e-4, "float32": 2e-4, "bfloat16": 0.3, "float16": 0.5 / 8}
 """Largest error as a part of the largest logit; transformers itself rotates in float32. float16 has three bits more
 than bfloat16. Some tokens magnify rounding: at one of seed 1796032721, plain float16 is off by 0.048."""
@@ -122,7 +127,11 @@ class Walk:
         point, dtype = self.point, getattr(torch, self.point.dtype)
         self.dtype = point.dtype  # of what is read
         seed = point.seed % 3
-        made = qwen2_vl() if point.kind == "qwen2_vl" else tiny(point.kind, seed=seed, **SHAPES[point.kind])
+        shape = SHAPES.get(point.kind, {})
+        if rope := SCALED.get(point.scaled):
+            reach = int(rope["factor"] * rope["original_max_position_embeddings"])
+            shape = shape | {"rope_parameters": rope, "max_position_embeddings": reach}
+        made = qwen2_vl() if point.kind == "qwen2_vl" else tiny(point.kind, seed=seed, **shape)
         self.plain = made.to(dtype)
         for name, parameter in self.plain.named_parameters():
             if name.endswith("bias") or "norm" in name:  # what is 0 or 1 at first hides errors
@@ -148,14 +157,17 @@ class Walk:
 
     def _patch(self, model: Any) -> None:
         torch.manual_seed(2)
-        ctxext.patch(model, self.name, trained_length=L, **self.how)
+        scaling = {} if self.point.scaled == "none" else {"scaling": self.point.scaled}
+        ctxext.patch(model, self.name, trained_length=L, **scaling, **self.how)
         for name, parameter in model.named_parameters():
             if "ctxext_encoding" in name:
                 parameter.data += 0.3 * torch.randn_like(parameter)
 
     def _believe(self) -> None:
         """Choose the truth for the model as it is now."""
-        rule = rule_of(self.name, self.how, WIDTH) if self.point.kind in FORMULAS else None
+        stays = self.point.scaled == "extend" or self.name == "none"
+        scaled = SCALED.get(self.point.scaled, {}) if stays else {}
+        rule = rule_of(self.name, self.how, WIDTH, scaled) if self.point.kind in FORMULAS else None
         plain = self.plain
         if self.point.adapter != "none":
             plain = self._adapted(copy.deepcopy(plain)).merge_and_unload()
