@@ -350,20 +350,22 @@ class Templates(Endpoint):
         )
         for name in variables.keys() - (read - OF_SERVER):
             raise refusal(f"{name}: this model's chat template does not read it. Leave it out.")
-        written, instructions = content_for(self.tokenizer), list[str]()
+        written, instructions = content_for(self.tokenizer), dict[str, str]()
         for message in messages:
             content = message.get("content") or ""
             text = content if isinstance(content, str) else "\n".join(part["text"] for part in content)
             message["content"] = written(text)
-            instructions += [text.strip()] if message["role"] == "developer" else []
+            instructions[" ".join(text.split())] = message["role"]
         try:
             prompt: str = self.tokenizer.apply_chat_template(
                 messages, tools=tools, add_generation_prompt=True, tokenize=False, **variables
             )
         except OF_TEMPLATES as error:
             raise refusal(f"The model's chat template refuses the messages: {error}") from error
-        if any(text not in prompt for text in instructions):
-            raise refusal("role: this model's chat template passes over messages of 'developer'. Send 'system'.")
+        words = " ".join(prompt.split())
+        for role, other in (("developer", "system"), ("system", "user")):
+            if any(text not in words for text, of in instructions.items() if of == role):
+                raise refusal(f"role: this model's chat template passes over messages of {role!r}. Send {other!r}.")
         return self.tokens(prompt, special=False)
 
     def conversation(self, request: Any) -> list[JsonObject]:

@@ -350,18 +350,21 @@ def test_fields_that_cannot_be_honoured_together_are_refused(server: Asking) -> 
             assert server.refused(path, **BASE[path] | more).startswith(begins), more
 
 
-@pytest.mark.parametrize("role", ["developer", "system"])
-def test_a_message_that_the_template_passes_over_is_refused(role: str) -> None:
+@pytest.mark.parametrize(("role", "other"), [("developer", "system"), ("system", "user"), ("user", None)])
+def test_a_message_that_the_template_passes_over_is_refused(role: str, other: str | None) -> None:
     """Templates such as Qwen's have a branch for each role that they know, and none for others."""
-    roles, chats = "['user', 'assistant', 'system']", Chats.__new__(Chats)
+    chats = Chats.__new__(Chats)
     chats.tokenizer, chats.served = make_letters(), SimpleNamespace(window=None)
-    chats.tokenizer.chat_template = f"{{% for m in messages if m.role in {roles} %}}{{{{ m.content }}}}{{% endfor %}}"
-    messages = [{"role": role, "content": " abc "}, {"role": "user", "content": "def"}]
+    known = ["user", "assistant", other]
+    chats.tokenizer.chat_template = (
+        f"{{% for m in messages if m.role in {known} %}}{{{{ m.content | trim }}}}{{% endfor %}}"
+    )
+    messages = [{"role": role, "content": " a\n bc "}, {"role": "user", "content": "def"}]
     request = Conversation(messages=messages)
-    if role == "system":
-        assert len(chats.prompt(request, messages)) == len(" abc def")
+    if other is None:
+        assert len(chats.prompt(request, messages)) == len("a\n bcdef")
         return
-    with pytest.raises(HTTPException, match="passes over messages of 'developer'"):
+    with pytest.raises(HTTPException, match=f"passes over messages of '{role}'. Send '{other}'"):
         chats.prompt(request, messages)
 
 
