@@ -75,7 +75,7 @@ def require_language_model(config: Any, place: str) -> None:
 def way_to_run(config: Any, *, is_saved: bool) -> str:
     """Return the way to run what no other program runs: `ctxext serve`, which takes classes that write text alone.
 
-    Of checkpoints that were not saved extended (``is_saved``), it takes those of a causal class of transformers alone.
+    A checkpoint that was not saved extended (``is_saved``) needs a causal class of transformers for it.
     """
     served = not config.is_encoder_decoder
     try:

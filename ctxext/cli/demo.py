@@ -323,6 +323,7 @@ class Demo(Survey[ReadAndAnswer]):
             distance=self.passage.distance,
             text=self.passage.text.name,
             window=table.window,
+            # A window that shows a part of the fact does not lack it.
             lacks_it=self.passage.behind > table.window,
             rows=tuple(rows),
             provenance=self.with_extensions(provenance_of(self.checkpoint, self.corpus)).to_dict(),

@@ -102,7 +102,7 @@ def smallest_group(length: int, window: int, reach: int) -> int:
     """Return the smallest group that keeps relative positions of ``length`` tokens within ``reach``.
 
     The largest relative position falls as groups grow, except for rounding; so every size is tried, from the one at
-    which it would fit without any rounding. One group of all tokens stands at ``window``, which is within ``reach``.
+    which it would fit without any rounding. One group of all tokens is at ``window``, within ``reach``.
     """
     least = max(1, -(-(length - 1 - window) // (reach - window + 1)))
     groups = range(least, length + 1)

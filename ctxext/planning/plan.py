@@ -187,13 +187,14 @@ def plan_serving(
         checked_tokens("prompt_chunk", prompt_chunk)
     model = without_weights(config, dtype, trust_remote_code)
     weights, dequantised, advice = _weights(model, quantisation, training=False)
-    heads, draft = _draft_heads(model, quantisation)
+    subject = Subject.of(model)
+    heads, draft = _draft_heads(subject, quantisation)
     fixed = Breakdown(length=0, weights=weights, draft=draft)
     bits, bounds = cache_bits and CACHE_BITS[cache_bits], _bounds(config, trust_remote_code)
     run = DryRun(model, dtype, chunk=prompt_chunk, bits=bits, bounds=bounds)
     saved = saved_extension(config, "the config")
     follows = rope_follows_length(text_of(config)) if saved is None else saved_method(saved).dynamic
-    keeps = cache_bits is None and not follows and why_no_prefix(Subject.of(model)) is None
+    keeps = cache_bits is None and not follows and why_no_prefix(subject) is None
     return Plan(run, fixed, dequantised, advice, heads=heads, keeps_prompts=keeps)
 
 
@@ -278,9 +279,10 @@ def _bounds(config: Any, trust_remote_code: bool) -> Bounds:
     return bounds
 
 
-def _draft_heads(model: PreTrainedModel, quantisation: str | None) -> tuple[int, int]:
+def _draft_heads(subject: Subject, quantisation: str | None) -> tuple[int, int]:
     """Count the draft heads, and their bytes: each is a decoder layer, a projection of two states, three norms."""
-    heads, layer, hidden = draft_heads(model.config), layers_of(model)[-1], text_of(model.config).hidden_size
+    model, hidden = subject.model, subject.text.hidden_size
+    heads, layer = draft_heads(model.config), layers_of(model)[-1]
     saved, _ = packed_weights(model, quantisation, training=False, layers=[layer])
     return heads, heads * (_bytes(layer.parameters()) - saved + (2 * hidden + 3) * hidden * model.dtype.itemsize)
 

@@ -58,8 +58,8 @@ class MlxLm(Runtime):
         if extended.guarded and not is_ours and line and Path(line["class"]).stem not in READ_NEW:
             raise IncompatibleError(
                 f"mlx-lm may not read the positions of this {model_type}: its config.json has the fields of "
-                f"transformers 5 alone, and most of mlx-lm's classes read those of transformers 4. Write rope_theta "
-                f"and rope_scaling beside rope_parameters."
+                f"transformers 5 alone, which most of mlx-lm's classes do not read. Write rope_theta and "
+                f"rope_scaling into it, too."
             )
         if extended.guarded and is_ours:
             raise IncompatibleError(
@@ -100,7 +100,7 @@ def _why_not_exact(extended: ExtensionInConfig) -> str | None:
     if error is None:
         return f"Not proven: this {extended.rope_type} was not tried on a {kind}."
     right = is_close(error, measured["matters"])
-    if not right and not runs(line):
+    if not right and not runs(line):  # what differs without extension proves nothing of one
         noise = line["noise"]
         size = f"by {noise:g} nats" if isinstance(noise, float) else noise
         return f"Not proven: tiny models of this type differ from transformers there even without extension ({size})."

@@ -115,7 +115,7 @@ def _refuse(extended: ExtensionInConfig) -> None:
     if extended.rope_type == "dynamic" and stays:
         raise IncompatibleError(
             f"SGLang {VERSION} would serve another length or base of this {model_type}. It keeps {' and '.join(stays)} "
-            f"of config.json beside the dynamic scaling in arguments. Write a copy (ctxext patch), and export that."
+            f"of config.json with the dynamic scaling in arguments. Write a copy (ctxext patch), and export that."
         )
 
 

@@ -49,7 +49,7 @@ class BeforeAndAfter:
             )
         extension = settings.extension
         if not checkpoint.has_weights and reads_weights(extension.method, extension.parameters):
-            return  # by an outline no head can be scored; it is all checked again once there are weights
+            return  # no head of an outline can be scored: all is checked again with the weights
         if evaluation.passkey_lengths and not checkpoint.has_weights:
             with patching.patched(checkpoint.model, extension.method, **extension.arguments()):
                 self._keys(checkpoint)
