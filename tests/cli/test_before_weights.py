@@ -103,7 +103,7 @@ def places(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]
 
 @pytest.fixture(autouse=True)
 def no_weights(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(load, "_read_model", lambda *_, **__: pytest.fail("weights are read"))
+    monkeypatch.setattr(load, "read_model", lambda *_, **__: pytest.fail("weights are read"))
     monkeypatch.setattr(check, "Client", lambda *_: None)
 
 
