@@ -29,13 +29,13 @@ ROOMS = [
 
 # What a change may not exceed: the figures of ``scripts/house.py``, rounded up. Lower each when its figure falls.
 CEILINGS = {
-    "tokens of code": 375_828,
+    "tokens of code": 375_825,
     "lines that the first patch loads": 9_176,
     "files that the first patch loads": 50,
     "lines of the core": 3_560,
     "files of the core": 17,
     "long functions without a comment": 0,
-    "stiff constructions": 251,
+    "stiff constructions": 250,
     "arguments without a noun": 0,
     "classes of evaluation/": 52,
     "files that one patch enters": 28,

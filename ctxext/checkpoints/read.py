@@ -140,8 +140,7 @@ def refuse_unfit(place: StrPath, model: PreTrainedModel, report: dict[str, Any],
     if lacking := sorted(report["missing_keys"]):
         raise CheckpointError(
             f"The weights in {place} lack {lacking[0]}, which a {type(model).__name__} needs ({len(lacking)} such "
-            f"tensors). Download them again; where they are another class's, write that into config.json: "
-            f"architectures."
+            f"tensors). Download them again, or name the class of these weights in config.json (architectures)."
         )
     for name, found, needed in sorted(report["mismatched_keys"]):
         raise CheckpointError(

@@ -54,6 +54,7 @@ ANSWERS = 2048  # answers to all prompts of a request
 LONG = 1 << 20  # bytes of a request that waits for others of its size, so that it makes no short one wait
 SHORT_WORK, LONG_WORK = ThreadPoolExecutor(2, "short request"), ThreadPoolExecutor(1, "long request")
 WRITER = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+INSTEAD = {"developer": "system", "system": "user"}  # roles of instructions, and what more templates know
 TOLD = 1024  # tokens of an echoed prompt in one event
 
 
@@ -355,17 +356,20 @@ class Templates(Endpoint):
             content = message.get("content") or ""
             text = content if isinstance(content, str) else "\n".join(part["text"] for part in content)
             message["content"] = written(text)
-            instructions[" ".join(text.split())] = message["role"]
+            if message["role"] in INSTEAD:
+                instructions[" ".join(text.split())] = message["role"]
         try:
             prompt: str = self.tokenizer.apply_chat_template(
                 messages, tools=tools, add_generation_prompt=True, tokenize=False, **variables
             )
         except OF_TEMPLATES as error:
             raise refusal(f"The model's chat template refuses the messages: {error}") from error
-        words = " ".join(prompt.split())
-        for role, other in (("developer", "system"), ("system", "user")):
-            if any(text not in words for text, of in instructions.items() if of == role):
-                raise refusal(f"role: this model's chat template passes over messages of {role!r}. Send {other!r}.")
+        words = " ".join(prompt.split()) if instructions else ""
+        for text, role in instructions.items():
+            if text not in words:
+                raise refusal(
+                    f"role: this model's chat template passes over messages of {role!r}. Send {INSTEAD[role]!r}."
+                )
         return self.tokens(prompt, special=False)
 
     def conversation(self, request: Any) -> list[JsonObject]:
