@@ -8,12 +8,14 @@ CUDA two Triton kernels do all of it (``_step_kernel``).
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Float, UInt8
+from packaging.version import Version
 from torch import Tensor
 from torch.nn.functional import pad
 
@@ -26,6 +28,9 @@ from ctxext.methods.remap import Ahead, Piece
 
 FEW = 8
 """Queries of a call that is computed as a step: one token, or the tokens of speculative decoding."""
+
+# Triton 3.6 and 3.7 (of torch 2.11 to 2.13) do not translate a tile of scores that a branch changes, for AMD GPUs.
+TRITON_FOR_AMD = Version("3.8")
 
 
 class StepPlan(NamedTuple):
@@ -167,10 +172,20 @@ def why_no_kernel(q: Tensor, pieces: Sequence[Piece | TurnedPiece]) -> str | Non
     """
     if not runs_triton(q.device):
         return "its kernel runs on CUDA, with Triton"
+    if torch.version.hip is not None and (found := _triton_version()) < TRITON_FOR_AMD:
+        return f"its kernel for AMD GPUs is compiled by Triton {TRITON_FOR_AMD} or newer, found {found}"
     if q.dtype is torch.float64 or torch.is_grad_enabled():
         return "its kernel has no gradient, and no float64"
     few = len(pieces) <= MOST_PIECES and not any(isinstance(piece.region, Ahead) for piece in pieces)
     return None if few else f"its kernel takes up to {MOST_PIECES} pieces, none of them of keys ahead of a query"
+
+
+@functools.cache
+def _triton_version() -> Version:
+    """Return the version of Triton, whose package has another name on ROCm."""
+    import triton
+
+    return Version(triton.__version__)
 
 
 def _for_kernel(pieces: tuple[TurnedPiece, ...], numbers: Tensor, q: Tensor) -> StepPlan:

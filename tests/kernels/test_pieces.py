@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
+import re
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import pytest
 import torch
+from packaging.version import Version
 from torch import Tensor
 
 from ctxext.errors import BackendUnavailableError
@@ -220,6 +223,10 @@ def test_the_kernel_of_a_step_is_left_what_it_can(monkeypatch: pytest.MonkeyPatc
     assert why_no_kernel(q.double(), pieces)
     with torch.enable_grad():
         assert why_no_kernel(q, pieces)
+    monkeypatch.setattr(torch.version, "hip", "6.3")
+    for version, reason in (("3.7.1+rocm6.3", r"compiled by Triton 3\.8 or newer, found 3\.7\.1"), ("3.8.0", "^None$")):
+        monkeypatch.setattr("ctxext.kernels.step._triton_version", functools.partial(Version, version))
+        assert re.search(reason, str(why_no_kernel(q, pieces)))
 
 
 def test_sinks_alone_may_be_trained() -> None:
