@@ -39,6 +39,9 @@ FOREIGN_KEYS: dict[str, tuple[Any, tuple[str, ...]]] = {
     "alpha": (None, ("vllm", "sglang")),
 }
 
+# Fields that transformers does not read in most models. vLLM and SGLang serve no longer text than the least of them.
+OTHER_LENGTHS = ("max_sequence_length", "max_seq_length", "max_seq_len", "seq_length", "seq_len", "model_max_length")
+
 SCALED = ("linear", "dynamic", "yarn", "longrope", "llama3")
 FOLLOWING = frozenset({"dynamic", "longrope"})
 """Rope types of transformers whose frequencies depend on the length of the current text."""
@@ -188,7 +191,14 @@ def max_length_of(text: Any) -> int | None:
 def length_fields(text: Any, reach: int) -> dict[str, int]:
     """Return the fields in which a text config states its length, set to ``reach``."""
     fields = {"max_position_embeddings": reach} if hasattr(text, "max_position_embeddings") else {}
-    return fields if max_length_of(text) is None else fields | {"model_max_length": reach}
+    fields |= {} if max_length_of(text) is None else {"model_max_length": reach}
+    return fields | raised_lengths(text, reach)
+
+
+def raised_lengths(text: Any, reach: int) -> dict[str, int]:
+    """Return ``reach`` for each of ``OTHER_LENGTHS`` in which a text config states less."""
+    said = {name: vars(text).get(name) for name in OTHER_LENGTHS}
+    return {name: reach for name, length in said.items() if isinstance(length, int) and length < reach}
 
 
 def scaling_of(config: Any) -> Scaling | None:

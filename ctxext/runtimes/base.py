@@ -28,8 +28,6 @@ CLOSE = 1e-3
 """Tolerance, relative to the effect of the extension; float32 rounding is 20 times smaller."""
 USUAL_YARN = {"beta_fast": 32.0, "beta_slow": 1.0, "truncate": True}
 """YaRN's defaults for keys that a config leaves out."""
-OTHER_LENGTHS = ("max_sequence_length", "max_seq_length", "max_seq_len", "seq_length", "seq_len", "model_max_length")
-"""Fields of a config that vLLM and SGLang take for the longest text, and serve no longer one than they say."""
 STOCK_TYPES = ("default", "linear", "dynamic", "yarn", "longrope", "llama3", "proportional")
 
 
@@ -299,12 +297,6 @@ def runs(line: JsonObject) -> bool:
 def longest(extended: ExtensionInConfig) -> int:
     """Return the longest text, in tokens, that the config promises."""
     return int(getattr(extended.text, "max_position_embeddings", None) or extended.target_length)
-
-
-def raised_lengths(text: Any, target_length: int) -> JsonObject:
-    """Return the target length for each of ``OTHER_LENGTHS`` in which a text config states less."""
-    said = {name: vars(text).get(name) for name in OTHER_LENGTHS}
-    return {name: target_length for name, length in said.items() if isinstance(length, int) and length < target_length}
 
 
 def longrope_scales(extended: ExtensionInConfig) -> JsonObject:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import math
 
+from ctxext.core.scaling import raised_lengths
 from ctxext.core.subject import path_to
 from ctxext.errors import IncompatibleError
 from ctxext.files import JsonObject
@@ -25,7 +26,6 @@ from ctxext.runtimes.base import (
     longest,
     longrope_scales,
     overridden,
-    raised_lengths,
     require_known_type,
     whole,
     with_whole_table,

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from ctxext.core.scaling import rope_dicts
+from ctxext.core.scaling import raised_lengths, rope_dicts
 from ctxext.errors import IncompatibleError, install_line
 from ctxext.models.windows import window_of
 from ctxext.runtimes.base import (
@@ -28,7 +28,6 @@ from ctxext.runtimes.base import (
     longest,
     longrope_scales,
     overridden,
-    raised_lengths,
     read_table,
     require_known_type,
     whole,

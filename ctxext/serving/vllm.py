@@ -30,7 +30,6 @@ from ctxext.core.subject import text_of
 from ctxext.errors import IncompatibleError
 from ctxext.methods.dual_chunk import DualChunk
 from ctxext.rotary.stored_form import method_rope_parameters, stored_method
-from ctxext.runtimes.base import raised_lengths
 from ctxext.runtimes.vllm import PLUGIN, REMAPPED, REMAPPED_FROM, REMAPPED_TYPES
 from ctxext.spec import RopeSpec
 
@@ -101,8 +100,6 @@ def served_config(config: Any, place: str, *, device: str = "cpu") -> Any:
     _require_served(plain, place, device)
     for name in saved["original"].keys() - {"rope_parameters"}:  # windows that were lifted, and chunks, stay off
         setattr(plain, name, getattr(config, name, None))
-    for name, length in raised_lengths(plain, saved["target_length"]).items():
-        setattr(plain, name, length)
     plain.max_position_embeddings = saved["target_length"]
     plain.ctxext = saved
     setattr(plain, REMAP, dict(rope))

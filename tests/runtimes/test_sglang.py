@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from pathlib import Path
 from typing import Any
@@ -81,10 +82,14 @@ def test_a_length_beside_the_one_that_transformers_reads_is_raised(name: str, me
     """Configs of Llama 1 and its kin have max_sequence_length, too; vLLM serves the least of all."""
     plain = LlamaConfig(**SHAPE, **{name: TRAINED})
     extended = extended_config(plain, method, factor=4.0)
-    for config, served in ((extended, None), (plain, plain)):
-        sglang(config.to_dict(), export_config(extended, to="sglang", served=served).by_flag)
-        told = json.loads(export_config(extended, to="vllm", served=served).by_flag["--hf-overrides"])
-        assert told[name] == TARGET
+    assert getattr(extended, name) == extended.max_position_embeddings
+    earlier = copy.deepcopy(extended)
+    setattr(earlier, name, TRAINED)
+    for config, served in ((extended, None), (plain, plain), (earlier, earlier)):
+        flags = export_config(extended, to="sglang", served=served).by_flag
+        sglang(config.to_dict(), flags)
+        told = json.loads(export_config(extended, to="vllm", served=served).by_flag.get("--hf-overrides", "{}"))
+        assert (vars(config) | told)[name] == TARGET
     remapped = served_config(extended_config(plain, "self_extend", factor=4.0), "here")
     assert getattr(remapped, name) == TARGET
 
