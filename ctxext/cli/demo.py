@@ -21,8 +21,8 @@ from ctxext.caches.records import cache_argument
 from ctxext.cli.eval.common import Session, cost_of, ending_on_interrupt
 from ctxext.cli.options import DemoOptions, OutputOptions, SourceOptions
 from ctxext.core.subject import Subject
-from ctxext.errors import IncompatibleError, InvalidParameterError, printable
-from ctxext.evaluation.report.figures import Figure, Panel, colours_for, draw_grid, paneled, require_matplotlib
+from ctxext.errors import IncompatibleError, InvalidParameterError, printable, require_package
+from ctxext.evaluation.report.figures import Figure, Panel, colours_for, draw_grid, paneled
 from ctxext.evaluation.report.page import Heading, Page, TextTable
 from ctxext.files import JsonObject, package_folders, parse_json
 from ctxext.measuring.checkpoint import Checkpoint
@@ -88,7 +88,7 @@ def show(options: DemoOptions) -> None:
 
 def _prepare(output: Path) -> list[Path]:
     """Make the output folder, refuse to write over files of anything but a demo, and return the files to write."""
-    require_matplotlib()
+    require_package("matplotlib", "demo", "The demo needs")
     try:
         output.mkdir(parents=True, exist_ok=True)
     except OSError as error:

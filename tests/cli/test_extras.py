@@ -189,10 +189,10 @@ def test_it_works_without_extras(found: dict[str, Any], verb: str) -> None:
 
 
 BY_EXTRA = {
-    "demo": ["inspect gguf", "export gguf", "eval perplexity gguf"],
+    "demo": ["inspect gguf", "export gguf", "eval perplexity gguf", "demo"],
     "eval": [
         *("lab run", "plot positions", "plot frequencies", "show", "eval perplexity figure", "eval perplexity table"),
-        *("eval ruler", "eval compare", "eval compare default", "demo"),
+        *("eval ruler", "eval compare", "eval compare default"),
     ],
     "pdf": ["eval perplexity pdf"],
     "plays": ["eval perplexity play"],
