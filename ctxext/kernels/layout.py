@@ -57,6 +57,11 @@ class Span(NamedTuple):
     query: Extent
     key: Extent
 
+    def covers(self, *sizes: int) -> bool:
+        """Return whether the block holds so many rows, queries and keys from the first on."""
+        # One by one: to compare tuples, dynamo of torch 2.11 fixes the sizes in them, and compiles each length again.
+        return all(start == 0 and stop == size for (start, stop), size in zip(self, sizes, strict=True))
+
 
 @dataclass(frozen=True, eq=False)
 class Layout:
@@ -259,7 +264,8 @@ class Layout:
     @property
     def whole(self) -> bool:
         """True if the layout is plain attention over all of q and k: one span that covers everything."""
-        return self.spans == (Span((0, self.batch), (0, self.query_length), (0, self.key_length)),)
+        sizes = self.batch, self.query_length, self.key_length
+        return self.spans is not None and len(self.spans) == 1 and self.spans[0].covers(*sizes)
 
     def rows(self, start: int, stop: int) -> Layout:
         """Return the layout of some rows of the batch."""

@@ -293,7 +293,7 @@ def _by_blocks(kernel: FusedKernel, q: Tensor, k: Tensor, v: Tensor, spans: tupl
     groups: dict[Extent, list[Span]] = {}
     for span in spans:
         groups.setdefault(span.rows, []).append(span)
-    if spans == (Span((0, q.shape[0]), (0, q.shape[2]), (0, k.shape[2])),):
+    if len(spans) == 1 and spans[0].covers(q.shape[0], q.shape[2], k.shape[2]):
         return _block(kernel, q, k, v, causal)
     rows, covered = _sections(list(groups), q.shape[0])
     parts: list[Tensor] = []
