@@ -298,9 +298,13 @@ class Evaluation(Section):
     heads_every: Count | None = None
 
     @model_validator(mode="after")
-    def _window_among_lengths(self) -> Evaluation:
+    def _nothing_idle(self) -> Evaluation:
         if self.window is not None and not self.lengths:
             raise ValueError("window needs lengths")
+        for name in self.model_dump(exclude_defaults=True, exclude={"heads_every"}):
+            needed = "passkey_lengths" if name.startswith("passkey") else "text"
+            if not getattr(self, needed):
+                raise ValueError(f"{name} needs {needed}: give that, or leave {name} out")
         return self
 
 

@@ -65,11 +65,12 @@ def test_file_and_command_line(read: Any) -> None:
 def test_a_list_may_be_given_in_several_options(read: Any) -> None:
     """As every repeatable option of the command line; the one that came last used to be all that was trained on."""
     trained = ("--data.train", "a", "--data.train=b", "--train", "c", "d")
-    settings = read(*trained, "--lengths", "[8, 16]", "--lengths", "32")
+    settings = read(*trained, "--evaluation.text", "e", "--lengths", "[8, 16]", "--lengths", "32")
     assert settings.data.train == ["a", "b", "c", "d"]
     assert settings.evaluation.lengths == [8, 16, 32]
-    assert read("--train", "a", text=FILE + "evaluation: {lengths: [2]}").evaluation.lengths == [2]
-    changed = read("--train", "a", "--lengths", "3", text=FILE + "evaluation: {lengths: [2]}")
+    measured = FILE + "evaluation: {text: [e], lengths: [2]}"
+    assert read("--train", "a", text=measured).evaluation.lengths == [2]
+    changed = read("--train", "a", "--lengths", "3", text=measured)
     assert changed.evaluation.lengths == [3], "the command line takes the place of the file"
     stage = "[{steps: 1, length: 64, factor: 2}]"
     assert len(read("--train", "a", "--stages", stage, "--stages", stage).stages) == 2
@@ -157,6 +158,9 @@ REFUSED: dict[type[Exception], list[tuple[list[str], str]]] = {
         ),
         ([*TRAIN, "--stages", "[{steps: 1}]"], "stages.0: give one of factor and target_length"),
         ([*TRAIN, "--window", "64"], "evaluation: window needs lengths"),
+        ([*TRAIN, "--lengths", "64"], "evaluation: lengths needs text: give that, or leave lengths out"),
+        ([*TRAIN, "--evaluation.documents", "2"], "evaluation: documents needs text"),
+        ([*TRAIN, "--passkey_trials", "2"], "evaluation: passkey_trials needs passkey_lengths"),
         ([*TRAIN, "--seed", "4294967296"], "seed: input should be less than 4294967296, found 4294967296"),
         *(([*words, "'-'"], FILES) for words in ([*TRAIN, "--evaluation.text"], ["--data.train"])),
     ],
