@@ -48,7 +48,7 @@ from ctxext.mistakes import text_tokenizer
 from ctxext.recommended import RECOMMENDED
 from ctxext.serving.selected import select as selected
 from ctxext.serving.selected import tokens_in
-from ctxext.texts.conversations import content_for
+from ctxext.texts.conversations import content_for, normalised
 from ctxext.texts.documents import texts_in
 
 ANSWER, QUESTION = 256, 256  # tokens of an answer, and those kept free for a question that is not known yet
@@ -457,4 +457,4 @@ def _words_of(given: Any) -> Any:
 
 
 def _joined(texts: str | Iterable[str]) -> str:
-    return "\n\n".join(texts_in("texts", texts))
+    return "\n\n".join(map(normalised, texts_in("texts", texts)))  # as in a file

@@ -197,6 +197,8 @@ def test_texts_and_questions_may_come_one_by_one() -> None:
     expected = ctxext.ask(extended, BYTES, "\n\n".join(parts), QUESTIONS, max_new_tokens=NEW)
     for several in (iter, tuple, np.array):
         assert ctxext.ask(extended, BYTES, several(parts), several(QUESTIONS), max_new_tokens=NEW) == expected
+    foreign = ["\ufeffa line\r\nand one\rmore", "the end"]
+    assert ctxext.read(extended, BYTES, foreign, max_new_tokens=NEW).text == "a line\nand one\nmore\n\nthe end"
 
 
 @pytest.mark.parametrize("letter", ["\U0001f600", "漢", "é"])
