@@ -74,7 +74,7 @@ gpu-test: ## the tests marked gpu, with the Python of a machine that has CUDA; f
 gpu-run: ## what only a GPU can tell, in 12 minutes, worthiest first; OPTIONS="--from STAGE" goes on, tables in gpu-results/
 	scripts/gpu_run.sh $(OPTIONS)
 
-floor: ## the suite on the oldest supported transformers, in an environment of its own
+floor: ## the suite on the oldest supported torch and transformers, in an environment of its own
 	scripts/versions_test.sh floor
 
 newest: ## the suite on the newest release of everything, unpinned, in an environment of its own

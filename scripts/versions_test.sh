@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Run tests in an environment of their own: "floor" the base on the oldest release of each dependency but torch, then
-# the suite on the oldest transformers and typer; "newest" the suite on the newest of everything. The rest is pytest's.
+# Run tests in an environment of their own: "floor" the base on the oldest release of each dependency, then the suite on
+# the oldest torch, transformers and typer; "newest" the suite on the newest of everything. The rest is pytest's.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 kind=$1
@@ -17,13 +17,14 @@ floor)
         set -- --ignore "tests/serving/test_$name.py" "$@"
     done
     # The base alone. Its jaxtyping does not take the option of pytest that newer ones have.
-    grep -E '^(torch|pytest|beartype)==' .ci/constraints.txt >"$constraints"
-    sed -n '/^dependencies/,/^]/s/.*"\(.*\)>=\([0-9.]*\)".*/\1==\2/p' pyproject.toml | grep -v ^torch >>"$constraints"
+    grep -E '^(pytest|beartype)==' .ci/constraints.txt >"$constraints"
+    sed -n '/^dependencies/,/^]/s/.*"\(.*\)>=\([0-9.]*\)".*/\1==\2/p' pyproject.toml >>"$constraints"
     "$venv/bin/python" -m pip install --quiet --constraint "$constraints" --editable . pytest beartype
     "$venv/bin/python" -m pytest -o addopts="-q --strict-markers" -m "not slow and not nightly" \
         tests/methods tests/kernels tests/models tests/planning tests/core/test_patching.py tests/core/test_saved.py
     # Whatever transformers itself pins follows its own version.
-    grep -vE '^(transformers|tokenizers|huggingface_hub|safetensors|typer)==' .ci/constraints.txt >"$constraints"
+    grep -vE '^(torch|triton|transformers|tokenizers|huggingface_hub|safetensors|typer)==' .ci/constraints.txt >"$constraints"
+    oldest torch >>"$constraints"
     oldest typer >>"$constraints"
     ;;
 newest)

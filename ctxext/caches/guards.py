@@ -29,11 +29,13 @@ from ctxext.caches.records import (
     Filling,
     Given,
     about_keys,
+    attributes_of,
     cache_in,
     cache_layers,
     cached_tokens,
     current_pass,
     halves,
+    is_exporting,
     keys_of,
     outside_graphs,
     owned,
@@ -160,7 +162,7 @@ class CacheGuard:
         if not torch.compiler.is_compiling():
             require_apart(module, given)
             self._require(module, given)
-        elif not (torch.compiler.is_exporting() or self.stands(cache_in(given))):
+        elif not (is_exporting() or self.stands(cache_in(given))):
             self._require(module, given)
 
     @outside_graphs("ctxext: this cache may hold tokens of another extension, which a graph cannot tell.")
@@ -196,7 +198,7 @@ class CacheGuard:
 
     def _record(self, given: Given, output: Any) -> None:
         """Record on the cache the extension that filled it."""
-        if not torch.compiler.is_exporting():
+        if not is_exporting():
             self.claim(_filled_by(given, output))
 
     def claim(self, cache: Any) -> None:
@@ -226,9 +228,10 @@ class CacheGuard:
         if not torch.compiler.is_compiling():
             layer.__class__ = grown
         elif type(layer) is not grown:  # a graph changes no class
-            values, layer = vars(layer), object.__new__(grown)
-            for name, value in values.items():
-                setattr(layer, name, value)
+            plain, layer = layer, object.__new__(grown)
+            for name in attributes_of(kind):
+                if hasattr(plain, name):
+                    setattr(layer, name, getattr(plain, name))
         return layer
 
     def stands(self, cache: Any) -> bool:
@@ -264,7 +267,7 @@ class DynamicGuard(CacheGuard):
     @_unless_fitted
     def _check(self, module: nn.Module, given: Given) -> None:
         """Refuse a cache of another extension, and offer its record to the code that computes positions."""
-        if torch.compiler.is_exporting() or torch.jit.is_tracing():  # type: ignore[attr-defined, no-untyped-call]
+        if is_exporting() or torch.jit.is_tracing():  # type: ignore[attr-defined, no-untyped-call]
             raise IncompatibleError(NOT_ONE_GRAPH)
         super()._check(module, given)
         current_pass.filling = Filling(cache_in(given))

@@ -42,6 +42,12 @@ def outside_graphs(reason: str) -> Callable[[FunctionT], FunctionT]:
     return functools.partial(torch.compiler.disable, reason=reason)
 
 
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def is_exporting() -> bool:
+    """Return whether torch.export runs. It is asked outside of graphs: traced, torch 2.11 says so of each of them."""
+    return torch.compiler.is_exporting()
+
+
 @dataclass(frozen=True)
 class FilledUnder:
     """The extension under which a model fills its caches."""
@@ -264,6 +270,14 @@ def owned(kind: Any) -> Any:
     setattr(Owned, PLAIN, kind)
     _OWNED[kind] = Owned
     return Owned
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def attributes_of(kind: Any) -> tuple[str, ...]:
+    """Return the names that the code of a class gives attributes, which graphs of torch 2.11 cannot list."""
+    methods = [method for base in kind.__mro__ for method in vars(base).values() if inspect.isfunction(method)]
+    names = {name for method in methods for name in method.__code__.co_names if not hasattr(kind, name)}
+    return (*sorted(names), EXTENSION, ROWS, FILLING)
 
 
 def plain_class(layer: Any) -> Any:

@@ -14,7 +14,7 @@ from transformers import DynamicCache, StaticCache, cache_utils
 from transformers.cache_utils import DynamicLayer, StaticLayer
 
 import ctxext
-from ctxext.caches.records import owned, plain_class
+from ctxext.caches.records import is_exporting, owned, plain_class
 from ctxext.errors import PatchStateError
 from tests._models import logits, tiny, tokens
 from tests.caches._requests import LONGROPE
@@ -132,6 +132,20 @@ def test_a_graph_reads_on_what_its_own_extension_filled(graphs: tuple[bool, bool
         same = methods[0] == methods[1]
         with nullcontext() if same else pytest.raises(PatchStateError, match=r"filled|without a record"):
             _read(model, cache, ids, slice(20, 21), methods[1], graphs[1])
+
+
+class Exported(torch.nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + is_exporting()
+
+
+@pytest.mark.usefixtures("_without_checker")
+def test_a_graph_that_is_compiled_is_no_export() -> None:
+    """Dynamo of torch 2.11 says so of every graph, which then compared no records."""
+    zero = torch.zeros(1)
+    assert torch.compile(Exported(), backend="eager", fullgraph=True)(zero) == 0
+    assert torch.export.export(Exported(), (zero,), strict=True).module()(zero) == 1
+    assert torch.export.export(Exported(), (zero,)).module()(zero) == 1
 
 
 @torch.no_grad()
