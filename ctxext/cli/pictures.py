@@ -26,6 +26,7 @@ from ctxext.errors import CheckpointError, InvalidParameterError
 from ctxext.files import whole_file
 from ctxext.registry import method_names
 from ctxext.texts.documents import read_text
+from ctxext.texts.folders import is_text
 
 if TYPE_CHECKING:
     from ctxext.laboratory.pictures.picture import Picture
@@ -243,10 +244,9 @@ def show(
 def _text_of(given: str) -> str:
     """Return a sentence as it is, or what a file of this name holds."""
     path = Path(given)
-    is_name = len(given) < 256 and "\n" not in given and len(given.split()) == 1
-    if is_name and path.is_file():
+    if os.path.isfile(given):  # its name may hold spaces
         return read_text(path)
-    if is_name and path.suffix:
+    if is_text(path) or (path.suffix and len(given) < 256 and len(given.split()) == 1):
         raise InvalidParameterError(f"--text {given}: there is no such file. Give a file, or a sentence in quotes.")
     return given
 
