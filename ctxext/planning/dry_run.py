@@ -27,9 +27,10 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from transformers import DynamicCache
+from transformers import DynamicCache, GenerationMixin
 
 from ctxext.caches.held import Reach
+from ctxext.caches.prefix import new_cache
 from ctxext.caches.records import cache_argument, cache_in
 from ctxext.core.edits import Edits
 from ctxext.core.scaling import REFUSALS
@@ -200,16 +201,18 @@ class DryRun:
             return self._over_kinds(run, training=True)
 
     def _prefill(self, length: int) -> Taken:
-        first = max(length - (self.chunk or length), 0)
+        first, argument = max(length - (self.chunk or length), 0), cache_argument(self.causal)
+        is_usual = not isinstance(self.causal, GenerationMixin) or self.causal._supports_default_dynamic_cache()
 
         def run(live: LiveBytes) -> tuple[int, ...]:
-            inputs, past = _text(length), dict[str, Any]()
+            # As generate() does: without a cache, the data is searched for packed sequences.
+            inputs, past = _text(length), {argument: new_cache(self.causal)} if argument and is_usual else {}
             if first:  # the chunks before the last one
-                cache = cache_in(self.causal(input_ids=inputs[:, :first], use_cache=True, logits_to_keep=1))
+                cache = cache_in(self.causal(input_ids=inputs[:, :first], use_cache=True, logits_to_keep=1, **past))
                 for layer in cache.layers:  # of a view, the tokens outside are gone when the last chunk is read
                     if isinstance(getattr(layer, "keys", None), Tensor):
                         layer.keys, layer.values = layer.keys.clone(), layer.values.clone()
-                past, live.peak = {str(cache_argument(self.base)): cache}, live.now
+                past, live.peak = {str(argument): cache}, live.now
             output = self.causal(input_ids=inputs[:, first:], use_cache=True, logits_to_keep=1, **past)
             held = [value for name, value in output.items() if name != "logits"]
             aside = _beyond_windows(cache_in(output)), self._spared(cache_in(output))

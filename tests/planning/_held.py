@@ -60,6 +60,7 @@ MODELS: dict[str, Any] = {
     "llama": lambda: tiny(num_hidden_layers=4),
     "sliding": lambda: tiny("gemma3_text", num_hidden_layers=6, layer_types=[*5 * ["sliding_attention"], FULL]),
     "latent": lambda: tiny("deepseek_v3", first_k_dense_replace=2),
+    "masks without a cache": lambda: tiny("moshi"),  # its masks tell packed sequences where no cache is given
     "bloom": lambda: tiny("bloom", num_hidden_layers=3),
     "bloom extended": lambda: ctxext.patch(tiny("bloom", num_hidden_layers=3), "alibi", factor=16),
 }
