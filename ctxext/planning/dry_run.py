@@ -36,6 +36,7 @@ from ctxext.core.edits import Edits
 from ctxext.core.scaling import REFUSALS
 from ctxext.core.subject import Subject
 from ctxext.errors import CtxextError, IncompatibleError
+from ctxext.measuring.forward import last_position
 from ctxext.measuring.head import require_head
 from ctxext.methods.parameters import checked_tokens
 from ctxext.models.unknown import learned_positions
@@ -147,7 +148,7 @@ class DryRun:
         self.hidden_bytes: int = self.text.hidden_size * dtype.itemsize
         self.base: Any = self.causal.get_submodule(require_head(self.causal))
         self.layers = layers_of(self.causal)
-        self.positions = learned_positions(self.causal)
+        self.positions = last_position(subject) or learned_positions(self.causal)
         kinds = [(*_kind(self.text, layer, index), self.bounds.get(index)) for index, layer in enumerate(self.layers)]
         self.kinds = [
             [index for index, other in enumerate(kinds) if index and other == kind] for kind in dict.fromkeys(kinds[1:])
@@ -162,7 +163,7 @@ class DryRun:
         self.layers[0].register_forward_hook(self._look)
 
     def check_positions(self, length: int) -> None:
-        """Raise ``IncompatibleError`` for more tokens than there are learned positions; fake tensors would not.
+        """Raise ``IncompatibleError`` for more tokens than a table has positions; fake tensors would not.
 
         Raises:
             InvalidParameterError: if ``length`` is not a number of tokens.
@@ -170,8 +171,8 @@ class DryRun:
         checked_tokens("length", length)
         if self.positions is not None and length > self.positions:
             raise IncompatibleError(
-                f"This {self.causal.config.model_type} has learned {self.positions:,} positions, a vector each, and "
-                f"cannot read {length:,} tokens. Plan up to {self.positions:,}."
+                f"This {self.causal.config.model_type} has positions for {self.positions:,} tokens and cannot read "
+                f"{length:,}. Plan up to {self.positions:,}."
             )
 
     def step(self, length: int) -> Taken:
@@ -340,7 +341,7 @@ class DryRun:
     @contextlib.contextmanager
     def _frozen_embedding(self) -> Iterator[None]:
         """Leave out the embedding's gradient, which comes when the activations of all layers are gone."""
-        weights = [weight for weight in self.base.get_input_embeddings().parameters() if weight.requires_grad]
+        weights = [weight for weight in self.causal.get_input_embeddings().parameters() if weight.requires_grad]
         for weight in weights:
             weight.requires_grad_(False)
         yield
@@ -370,7 +371,7 @@ class DryRun:
             raise
         except (RuntimeError, LookupError, *REFUSALS) as error:  # of the model's code: learned positions that end
             raise IncompatibleError(
-                f"{type(self.causal).__name__} does not run at this length, or in this dtype: "
+                f"{type(self.causal).__name__} cannot be run without data at this length, or in this dtype: "
                 f"{str(error).strip().partition(chr(10))[0]:.160}"
             ) from error
         finally:

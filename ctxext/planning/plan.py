@@ -199,7 +199,7 @@ def plan_serving(
 
 
 def longest(plan: Plan, budget: int) -> Breakdown:
-    """Find the longest sequence that fits into ``budget`` bytes, in steps of 256 tokens, within the learned positions.
+    """Find the longest sequence that fits into ``budget`` bytes, in steps of 256 tokens, within its positions.
 
     Raises:
         InvalidParameterError: if not even 256 tokens fit; the message gives their memory.
@@ -208,7 +208,7 @@ def longest(plan: Plan, budget: int) -> Breakdown:
     low = high = plan.at(min(STEP, most))
     if low.total > budget:
         raise InvalidParameterError(
-            f"{STEP} tokens take {low.total / 2**30:.3g} GiB, {low.fixed / 2**30:.3g} GiB of it for the weights "
+            f"{low.length} tokens take {low.total / 2**30:.3g} GiB, {low.fixed / 2**30:.3g} GiB of it for the weights "
             f"and their optimizer; found {budget / 2**30:.3g} GiB. {plan.advice}"
         )
     before = low
@@ -252,6 +252,11 @@ def without_weights(config: Any, dtype: torch.dtype, trust_remote_code: bool = F
         raise IncompatibleError(
             f"A {config.model_type} is not a plain causal language model, and memory is planned for those only. Plan "
             f"its language model alone."
+        )
+    if not hasattr(text_of(config), "hidden_size"):
+        raise IncompatibleError(
+            f"The config of this {config.model_type} names no hidden_size, by which memory is planned. Measure a real "
+            f"run instead."
         )
     if (saved := saved_extension(config, "the config")) is not None:
         saved_method(saved)  # refuses two extended sides

@@ -132,5 +132,5 @@ def test_a_layer_that_takes_what_others_made_is_planned_with_them() -> None:
 def test_what_a_layer_does_not_find_is_told_in_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
     run = plan_serving(LlamaConfig(**SMALL)).run
     monkeypatch.setattr(type(run.base), "forward", lambda self, **given: {}["shared"])
-    with pytest.raises(IncompatibleError, match=r"LlamaForCausalLM does not run at this length.*shared"):
+    with pytest.raises(IncompatibleError, match=r"LlamaForCausalLM cannot be run without data at this length.*shared"):
         run.prefill(64)
