@@ -108,9 +108,10 @@ def choose(*, texts: TextOptions, asked: ChoiceOptions, source: SourceOptions, r
     from ctxext.measuring.labels import tokens_label
 
     session = Session(source, results)
-    # Texts of any length, uncut: the plan divides them into stretches to choose on and to judge on.
-    read = texts if texts.text or texts.documents is not None else replace(texts, documents=PLAYS)
-    corpus = read.read(session.checkpoint, tokens=2, whole=True)
+    # Uncut: the plan divides texts into stretches to choose on and to judge on. Of a number of documents each counts.
+    counted = texts.documents is not None
+    read = texts if texts.text or counted else replace(texts, documents=PLAYS)
+    corpus = read.read(session.checkpoint, tokens=max(2, asked.target + 1) if counted else 2, whole=True)
 
     planned = session.planned_by_trying(
         lambda trying: PlannedChoice(

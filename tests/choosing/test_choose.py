@@ -323,6 +323,27 @@ def test_the_legend_of_the_figure_leaves_its_caption_readable(
 
 
 @pytest.mark.slow
+def test_of_a_number_of_documents_each_is_long_enough(
+    model: LlamaForCausalLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in every command. Shorter ones would be counted, and nothing could be chosen on them."""
+    read: list[list[str]] = []
+
+    def planned(_: Checkpoint, corpus: Corpus, *__: Any, **___: Any) -> None:
+        read.append([document.name for document in corpus.documents])
+        raise InvalidParameterError("It is not read.")
+
+    monkeypatch.setattr(choose, "PlannedChoice", planned)
+    (short := tmp_path / "short.txt").write_text("Too short.")
+    verb, checkpoint, *texts = on_disk(model, tmp_path)
+    asked = (verb, checkpoint, "-t", short, *texts, "--target", TARGET)
+    for more in (["-n", 3], []):
+        command(*asked, *more, code=1)
+    assert read == [["0", "1", "2"], ["short", "0", "1", "2", "3"]]
+    assert "and 5 are wanted" in command(*asked, "-n", 5, code=1).stderr
+
+
+@pytest.mark.slow
 def test_the_command_writes_everything_and_saves_what_stock_transformers_loads(
     model: LlamaForCausalLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
