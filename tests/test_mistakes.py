@@ -94,7 +94,7 @@ def test_an_option_given_twice_is_refused(llama: Path, tmp_path: Path, verb: str
     assert not (tmp_path / "x").exists()
 
 
-@pytest.mark.parametrize("tokens", ["256", "0.25K", "1/4K", "-1", "", "K", "16Q"])
+@pytest.mark.parametrize("tokens", ["256", "0.25K", "1/4K", "-1", "", "K", "16Q", "1,5K", "16,38", "1__024"])
 def test_tokens_are_a_number_with_k_or_m(llama: Path, tmp_path: Path, tokens: str) -> None:
     result = command("patch", llama, tmp_path / "x", "-m", "yarn", "--target", tokens)
     if tokens == "256":

@@ -215,10 +215,12 @@ def option(says: str, *flags: str, default: Any = None, **more: Any) -> Any:
 def token_count(text: str) -> int:
     """Read a number of tokens: ``16384``, ``16,384``, ``16K`` or ``1M``, where K is 1,024 and M its square.
 
+    A separator elsewhere than before three digits may be meant for a decimal one (``1,5K``).
+
     Raises:
         BadParameter: for anything else, and for a number below zero.
     """
-    match = re.fullmatch(r"([0-9][0-9,_]*)\s*([kKmM]?)", str(text).strip())
+    match = re.fullmatch(r"([0-9]+|[0-9]{1,3}(?:[,_][0-9]{3})+)\s*([kKmM]?)", str(text).strip())
     if match is None:
         raise typer.BadParameter(f"{text!r} is no number of tokens. Give one such as 16384, 16K or 1M.")
     return int(re.sub("[,_]", "", match[1])) * {"": 1, "k": 1024, "m": 1024**2}[match[2].lower()]
