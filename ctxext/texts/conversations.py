@@ -179,7 +179,7 @@ def chat_tokens(conversation: Any, tokenizer: Any) -> tuple[list[int], list[bool
     def ids(messages: list[Any], **options: Any) -> Any:
         try:
             return tokenizer.apply_chat_template(messages, return_dict=True, **options)
-        except TemplateError as error:
+        except OF_TEMPLATES as error:
             raise InvalidParameterError(
                 f"The chat template of {type(tokenizer).__name__} refuses the conversation {name!r}: {error}."
             ) from error

@@ -149,7 +149,7 @@ def corpus_of(
         longest = max(longest, present)
         # A short conversation needs two tokens behind the prefix: one to predict, and one to predict it from.
         may_be_short = shorter and tokenised.answers is not None
-        if present < (tokenised.prefix + 2 if may_be_short else tokens):
+        if present < (tokenised.prefix + 2 if may_be_short else max(tokens, tokenised.prefix + 1)):
             continue
         taken = tokenised.take(present if whole else min(tokens, present), skip=skip)
         if may_be_short and not taken.answered:

@@ -108,6 +108,7 @@ def test_a_first_message_answers_nothing() -> None:
         (FORGETTING, r"writes the first 2 messages of the conversation 'one' differently where others follow"),
         ("{{ raise_exception('no system, please') }}", r"refuses the conversation 'one': no system, please\."),
         ("{{ messages[0].a.b }}", r"refuses the conversation 'one': .*has no attribute 'a'"),
+        ("{{ messages[0].content + 1 }}", r"refuses the conversation 'one': can only concatenate str"),
     ],
 )
 def test_templates_that_cannot_say_it(template: str | None, message: str) -> None:

@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+from tokenizers import processors
 from transformers import PreTrainedTokenizerFast
 
 from ctxext.cli.eval.common import texts_in_words
@@ -23,6 +24,7 @@ from ctxext.errors import InvalidParameterError, UnknownNameError
 from ctxext.texts import documents
 from ctxext.texts.corpus import corpus_of, prefix_for, prefix_label, tokenise
 from ctxext.texts.documents import Document, installed_texts, read_documents, require_sources
+from tests._tokenizer import make_tokenizer
 from tests.texts._conversations import write
 
 ROWS = [{"title": "One", "text": "first\r\ntext"}, {"title": "Two", "text": "second"}, {"title": "", "text": " \n"}]
@@ -252,6 +254,14 @@ def test_a_corpus_keeps_what_is_long_enough(bos_tokenizer: PreTrainedTokenizerFa
     assert (found.read, found.tokens, found.prefix) == (4, 63, "<s> (id 256)")
     whole = corpus_of(texts, bos_tokenizer, tokens=16, skip=5, whole=True)
     assert [one.tokens for one in whole.documents] == [26, 16, 36]
+    twice = make_tokenizer(bos=True)  # as GLM's, with two tokens in front
+    front = processors.TemplateProcessing(single="<s> <s> $A", special_tokens=[("<s>", 256)])
+    twice.backend_tokenizer.post_processor = front
+    assert [one.name for one in corpus_of(texts, twice, tokens=2, skip=10, whole=True).documents] == [
+        "d30",
+        "d20",
+        "d40",
+    ]
     first = corpus_of(texts, bos_tokenizer, tokens=21, limit=1, bos="none")
     assert ([one.name for one in first.documents], first.read, first.prefix) == (["d30"], 2, "none")
     assert len({found.sha256, first.sha256, corpus_of(texts, bos_tokenizer, tokens=21, limit=2).sha256}) == 3
