@@ -130,7 +130,7 @@ def _refuse_files(given: Mapping[str, Any]) -> None:
         lengths = given.get("length") if "documents" in given else ()
         asked = lengths if isinstance(lengths, list | tuple) and lengths else _each(given.get("target"))
         require_sources(texts, max(asked, default=2))
-        for output in _each(given.get("output")):
+        for output in (*_each(given.get("output")), *_each(given.get("save"))):
             if os.path.realpath(output) in map(os.path.realpath, texts):
                 raise InvalidParameterError(f"{output} is a text that is read. Give another --output.")
             refuse_among(output, texts)

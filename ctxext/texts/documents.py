@@ -188,8 +188,7 @@ def refuse_among(output: str | Path, sources: Iterable[str | Path]) -> None:
         inside = place.relative_to(root).parts if place.is_relative_to(root) and not is_saved(root) else (".",)
         if not any(part.startswith(".") or part in FOREIGN for part in inside):
             raise InvalidParameterError(
-                f"{output} lies in {folder}, whose files are read: the next run would read it too. Give an --output "
-                f"elsewhere."
+                f"{output} lies in {folder}, whose files are read: the next run would read it too. Give another place."
             )
 
 

@@ -204,6 +204,7 @@ MISTAKES = {
     "eval perplexity HERE -t bare -o bare/loss.json": "bare/loss.json lies in bare, whose files are read: the next run",
     "eval compare HERE -t .": "report lies in ., whose files are read: the next run would read it too",
     "choose HERE -t text.txt -t bare/../ --target 4096 -o a.md": "a.md lies in bare/../, whose files are read",
+    "choose HERE -t bare --target 4096 --save bare/longer": "bare/longer lies in bare, whose files are read",
     "show yarn --target 64": "No such option: --target",
     "demo --target 64": "No such option: --target",
     "serve HERE --cached-tokens 0": "0 tokens are too few. Give 1 or more.",
