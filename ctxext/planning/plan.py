@@ -26,6 +26,7 @@ from ctxext.core.scaling import FOLLOWING, rope_dicts, rope_follows_length, scal
 from ctxext.core.subject import Subject, text_of
 from ctxext.errors import IncompatibleError, InvalidParameterError
 from ctxext.methods import known_methods
+from ctxext.methods.encoding import EncodingMethod
 from ctxext.methods.parameters import checked_tokens, require
 from ctxext.methods.remap import RemapMethod
 from ctxext.models.bloom import TRAINED_LENGTH as BLOOM_LENGTH
@@ -259,7 +260,12 @@ def without_weights(config: Any, dtype: torch.dtype, trust_remote_code: bool = F
             f"run instead."
         )
     if (saved := saved_extension(config, "the config")) is not None:
-        saved_method(saved)  # refuses two extended sides
+        method = saved_method(saved)  # refuses two extended sides
+        if isinstance(method, EncodingMethod):
+            raise IncompatibleError(
+                f"Memory is not planned for method {method.name!r}, whose attention takes more than that of the plain "
+                f"model. Measure a real run instead."
+            )
     model = meta_model(
         _plainly_rotated(config),
         auto_class=AutoModelForCausalLM,

@@ -157,6 +157,15 @@ def test_other_types_are_refused_by_name(given: dict[str, Any]) -> None:
         plan_training(llama(2), **given)
 
 
+@pytest.mark.parametrize("name", ["cope", "learned"])
+def test_an_encoding_is_not_planned_as_the_rotation_that_it_replaces(name: str) -> None:
+    """Its weights would be missing, and the scores of all pairs of tokens: CoPE takes ten times as much."""
+    config = ctxext.patch(tiny(), name, factor=4).config
+    for plan in (plan_serving, plan_training):
+        with pytest.raises(IncompatibleError, match=f"not planned for method '{name}'.* Measure a real run"):
+            plan(config)
+
+
 @pytest.mark.slow
 def test_refused() -> None:
     with pytest.raises(InvalidParameterError, match="lora_rank must be a whole number, at least 1, found 0"):
