@@ -22,10 +22,10 @@ def heads_page(scores: HeadScores) -> Page:
     """Return the report: the share that the best groups hold, their table, sentences and the map."""
     provenance = scores.settings.get("provenance", {})
     name = provenance.get("checkpoint", "this model")
-    best, values = scores.chosen(share=SHARE), scores.scores
-    held = sum(values[group] for group in best) / (sum(values) or 1.0)
+    best, values, known = scores.chosen(share=SHARE), scores.scores, scores.chosen(share=1)
+    held = sum(values[group] for group in best) / (sum(values[group] for group in known) or 1.0)
     headline = Headline(
-        f"The best fifth, {len(best)} of {len(values)} key-value groups, pays {held:.0%} of all attention to what a "
+        f"The best fifth, {len(best)} of {len(known)} key-value groups, pays {held:.0%} of all attention to what a "
         f"text said before."
     )
     panels = [_map(scores, probe, best) for probe in scores.probes]
@@ -33,18 +33,30 @@ def heads_page(scores: HeadScores) -> Page:
         "Each square is a key-value group: attention that its best query head pays to where the text said the same "
         "before, from 0 to 1, mean over seeds. A ring marks the best fifth, by the mean of the probes."
     )
+    caption += " White: layers that look back over a window only." if scores.windowed else ""
     figure = paneled("heads", f"Heads that retrieve: {name}", panels, across=1, caption=caption)
     details = [provenance_table(provenance)] if provenance else []
     return Page(f"Heads that retrieve: {name}", [headline, _table(scores, best), *sentences(scores), figure], details)
 
 
 def sentences(scores: HeadScores) -> list[str]:
-    """Return how many groups retrieve, how far the probes agree, and how far the scores vary over seeds."""
-    values, best = scores.scores, scores.chosen(share=SHARE)
+    """Return how many groups retrieve, how far the probes agree, and how far the scores vary over seeds.
+
+    Groups of layers with a window, which score 0 in every probe, would make the probes seem to agree.
+    """
+    known, best = scores.chosen(share=1), scores.chosen(share=SHARE)
+    values = [scores.scores[group] for group in known]
     above, below = sum(value >= RETRIEVES for value in values), sum(value < IDLE for value in values)
     said = [f"{above} groups score {RETRIEVES} or more, {below} less than {IDLE}."]
+    if scores.windowed:
+        said.append(
+            f"{sum(scores.kv_heads) - len(known)} more groups, of layers that look back over a window only, do not "
+            f"count."
+        )
     if len(scores.probes) > 1 and len(values) > 2:
-        (first, ours), (second, theirs) = list(scores.probes.items())[:2]
+        (first, ours), (second, theirs) = (
+            (name, [probe[group] for group in known]) for name, probe in list(scores.probes.items())[:2]
+        )
         shared = len(set(best_first(ours)[: len(best)]) & set(best_first(theirs)[: len(best)]))
         said.append(
             f"The probes {first} and {second} agree with a rank correlation of {_rank_correlation(ours, theirs):.2f}; "
@@ -82,6 +94,7 @@ def _table(scores: HeadScores, best: Sequence[int]) -> TextTable:
 def _map(scores: HeadScores, probe: str, best: Sequence[int]) -> Panel:
     """Return a map of one probe's scores: layers from left to right, the groups of each from above."""
     values, layers, most = scores.probes[probe], len(scores.kv_heads), max(scores.kv_heads)
+    known = scores.chosen(share=1)
     width, height = max(5.5, 0.27 * layers + 1.6), max(0.75, 0.27 * most) + 0.95
 
     def draw(axes: Any) -> None:
@@ -90,9 +103,9 @@ def _map(scores: HeadScores, probe: str, best: Sequence[int]) -> Panel:
 
         shades = LinearSegmentedColormap.from_list("attention", DEPTHS).with_extremes(bad="white")
         grid = np.full((most, layers), np.nan)
-        for group, value in enumerate(values):
+        for group in known:
             layer, index = scores.place(group)
-            grid[index, layer] = value
+            grid[index, layer] = values[group]
         # Most groups are near 0, where a linear scale would show no difference.
         image = axes.imshow(grid, cmap=shades, norm=PowerNorm(0.5, 0, 1), aspect="equal")
         for layer in range(1, layers):
@@ -115,7 +128,7 @@ def _map(scores: HeadScores, probe: str, best: Sequence[int]) -> Panel:
         bar.outline.set_visible(False)
         bar.ax.tick_params(length=0)
 
-    ranked = best_first(values)[:3]
+    ranked = sorted(known, key=lambda group: -values[group])[:3]
     words = ", ".join("layer {} group {} {:.2f}".format(*scores.place(group), values[group]) for group in ranked)
     return Panel(draw, f"{probe}: best are {words}", (width, height))
 

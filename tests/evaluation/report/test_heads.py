@@ -45,6 +45,24 @@ def test_the_sentences_say_how_far_probes_and_seeds_agree() -> None:
     assert "vary by 0.100 on average and by 0.200 at most" in spread
 
 
+def test_groups_that_look_over_a_window_only_count_nowhere(tmp_path: Path) -> None:
+    """They score 0 in every probe, by which the probes would agree."""
+    far = {"induction": (0.3, 0.2, 0.1, 0.01), "needle": (0.01, 0.1, 0.2, 0.3)}
+    probes = {name: (0.0,) * 12 + values for name, values in far.items()}
+    spread = dict.fromkeys(far, (0.0,) * 16)
+    scores = HeadScores((2,) * 8, probes, spread, settings=SCORES.settings, windowed=tuple(range(6)))
+    page = heads_page(scores)
+    told = "The best fifth, 1 of 4 key-value groups, pays 25% of all attention to what a text said before."
+    assert page.parts[0] == told
+    counted, left_out, agreement, _ = sentences(scores)
+    assert counted == "4 groups score 0.1 or more, 0 less than 0.02."
+    assert left_out.startswith("12 more groups")
+    assert "rank correlation of -1.00; 0 of the 1 best" in agreement
+    (figure,) = page.figures
+    figure.save(tmp_path / "heads.png")
+    assert "needle: best are layer 7 group 1 0.30, layer 7 group 0 0.20, layer 6 group 1 0.10" in figure.alternative
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("kv_heads", [(1,), (2,), (1, 1)])
 def test_a_model_of_few_groups_has_a_page(kv_heads: tuple[int, ...], tmp_path: Path) -> None:
