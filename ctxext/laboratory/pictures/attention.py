@@ -45,9 +45,9 @@ def attention_asked(method: Method | None, request: PictureRequest) -> Picture |
     length = tokens.shape[1]
     if request.length is not None and length < request.length:
         raise InvalidParameterError(f"--length {request.length}: the text has {length} tokens. Give a longer one.")
-    edges = edges_of(length)
     model = request.load(method)
     trained = int(model.config.ctxext["trained_length"])
+    edges = edges_of(length, trained)
     after = by_distance(attention_of(model, tokens, min(QUERIES, length)), edges)
     unpatch(model)
     before = by_distance(attention_of(model, tokens, min(QUERIES, length)), edges)
@@ -136,8 +136,9 @@ def _panels(label: str, numbers: Numbers) -> list[Panel]:
 def _mark_bins(axes: Any, numbers: Numbers, colour: str) -> None:
     """Name distances where bins begin, and mark the first token and where the trained length ends."""
     starts, trained = numbers["edges"][:-1], numbers["trained_length"]
+    # 0, 1 and every second octave: 4, 16, 64 ...
     ticks = [
-        index for index, edge in enumerate(starts) if index in (0, 1) or (edge & (edge - 1) == 0 and index % 4 == 0)
+        index for index, edge in enumerate(starts) if edge & (edge - 1) == 0 and (edge.bit_length() % 2 or not edge)
     ]
     names = [f"{starts[index]:,}" for index in ticks]
     axes.set_xticks([*ticks, len(starts)], [*names, "first"], rotation=90 if len(ticks) > 7 else 0)
@@ -214,12 +215,12 @@ def _of_its_own(model: PreTrainedModel, tokens: Tensor, last: int) -> list[Tenso
     return weights
 
 
-def edges_of(length: int) -> tuple[int, ...]:
-    """Return half octaves: 0, 1, 2, 3, 4, 6, 8, 12 ... and the length."""
+def edges_of(length: int, trained: int = 0) -> tuple[int, ...]:
+    """Return half octaves: 0, 1, 2, 3, 4, 6, 8, 12 ... and the length, and among them the trained length."""
     edges = [0, 1, 2, 3]
     while edges[-1] < length:
         edges.append(edges[-2] * 2)
-    return (*[edge for edge in edges if edge < length], length)
+    return (*sorted({edge for edge in (*edges, trained) if edge < length}), length)
 
 
 def by_distance(weights: Float[Tensor, "*any query key"], edges: tuple[int, ...]) -> Float[Tensor, "*any bin"]:
