@@ -92,7 +92,8 @@ class PasskeyScore:
 
     Args:
         depth: Place of the key, 0 at the start to 1 at the end.
-        hidden: True where truncation cuts these keys off.
+        hidden: Number of these keys that truncation cuts off; near its border each seed's key may lie elsewhere.
+        hidden_found: Number of the hidden keys that were found.
     """
 
     length: int
@@ -100,7 +101,8 @@ class PasskeyScore:
     found: int
     trials: int
     loss: float
-    hidden: bool
+    hidden: int
+    hidden_found: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -303,13 +305,15 @@ class Comparison(Survey[LossJob | PromptJob]):
             # Inside the window, the truncated reading is the unpatched one.
             name = UNPATCHED if reading.window is not None and length <= trained else reading.name
             trials = [lines[self.asked[name, prompt].key]["trial"] for prompt in prompts]
+            hidden = [p.passkey.key_position < p.prefix + p.dropped(trained) for p in prompts]
             score = PasskeyScore(
                 length=length,
                 depth=depth,
                 found=sum(trial["correct"] for trial in trials),
                 trials=len(trials),
                 loss=sum(trial["loss"] for trial in trials) / len(trials),
-                hidden=all(p.passkey.key_position < p.prefix + p.dropped(trained) for p in prompts),
+                hidden=sum(hidden),
+                hidden_found=sum(trial["correct"] for trial in itertools.compress(trials, hidden)),
             )
             scores.append(score)
         return tuple(scores)

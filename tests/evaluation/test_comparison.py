@@ -166,7 +166,27 @@ def test_a_key_is_hidden_where_truncation_does_not_show_it(planned: Planned, dep
     assert [place < 0 for place in places] == [hidden] * 2
     found.measure(found.begin())
     scores = [score for score in found.result().row("pi x2").passkeys if score.length == TARGET]
-    assert [score.hidden for score in scores] == [hidden]
+    assert [score.hidden for score in scores] == [2 * hidden]
+
+
+def test_keys_at_the_border_of_truncation_are_counted_one_by_one(
+    planned: Planned, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One of four seeds hides the key where truncation cuts it off; the model finds that one and another."""
+    found = planned(methods=["pi"], depths=(0.477,), trials=4)
+    prompts = [prompt for prompt in found.prompts if prompt.length == TARGET]
+    hidden = [prompt.passkey.key_position < prompt.dropped(TRAINED) + prompt.prefix for prompt in prompts]
+    assert hidden == [False, True, False, False]
+    known = {prompt.passkey.key for prompt in prompts[1:3]}
+
+    def answer(model: Any, asked: passkey.Passkey, *, seed: int) -> passkey.PasskeyTrial:
+        return passkey.PasskeyTrial(asked.length, asked.depth, 0, seed, asked.key, asked.key in known, 1.0)
+
+    monkeypatch.setattr(passkey, "measure", answer)
+    result = measured(found)
+    score = result.row("pi x2").passkeys[-1]
+    assert (score.found, score.trials, score.hidden, score.hidden_found) == (2, 4, 1, 1)
+    assert f"Of 1 passkey that truncation cuts off, PI {TIMES}2 finds 1 (unpatched 1)." in sentences(result)
 
 
 @pytest.mark.nightly
@@ -221,7 +241,7 @@ def test_every_number_is_that_of_the_evaluations(planned: Planned, model: LlamaF
         assert panel["truncated"].buckets[place + 1].loss == pytest.approx(min(losses.values()))
     assert row.inside.loss == pytest.approx(yarn[:, :TRAINED].double().mean().item(), rel=1e-12)
     assert row.short_context.mean == pytest.approx((yarn - plain)[:, :TRAINED].double().mean().item(), rel=1e-9)
-    assert (row.passkeys[2].loss, row.passkeys[2].hidden) == (pytest.approx(key.loss), True)
+    assert (row.passkeys[2].loss, row.passkeys[2].hidden) == (pytest.approx(key.loss), 1)
     assert [(score.length, score.depth) for score in row.passkeys] == [(n, d) for n in (512, 1024) for d in (0.0, 0.9)]
     # A dynamic method is measured at each length by itself: inside the window it changes nothing.
     dynamic = found.row("dynamic_ntk x2")

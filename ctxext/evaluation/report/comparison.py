@@ -179,8 +179,7 @@ def _plain(result: ComparisonResult) -> str:
 
 def hidden_keys(row: Row) -> tuple[int, int]:
     """Count the passkeys that were found, and all, where truncation cuts the key off."""
-    hidden = [score for score in row.passkeys if score.hidden]
-    return sum(score.found for score in hidden), sum(score.trials for score in hidden)
+    return sum(score.hidden_found for score in row.passkeys), sum(score.hidden for score in row.passkeys)
 
 
 def _these_texts(result: ComparisonResult) -> str:
