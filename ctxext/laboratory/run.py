@@ -31,7 +31,6 @@ from ctxext.measuring.provenance import command, machine, now, versions
 from ctxext.measuring.statistics import check_finite
 from ctxext.measuring.survey import Answer, Job, Survey
 from ctxext.texts.documents import read_documents
-from ctxext.version import __version__
 
 JOURNAL = "cells.jsonl"
 SLOWER = 3
@@ -118,13 +117,14 @@ class LabJob(Job):
     @classmethod
     def of(cls, task: str, subject: Variant, seed: int, settings: LabSettings, text: ByteText | None = None) -> LabJob:
         """Lay out a job. The arguments determine its key and its cost, in tokens of training."""
-        identity = {"task": task, "subject": asdict(subject), "seed": seed, "settings": asdict(settings)}
+        identity: JsonObject = {"task": task, "subject": asdict(subject), "seed": seed, "settings": asdict(settings)}
         identity["text_sha256"] = "" if text is None else text.sha256
+        identity["versions"] = {name: version for name, version in versions().items() if name != "python"}
         steps = settings.puzzle_steps if text is None else settings.text_steps
         steps *= SLOWER if subject.is_slow else 1
         tokens = settings.puzzle_tokens if text is None else settings.length * settings.text_rows
         return cls(
-            key=digest(json.dumps([__version__, identity], sort_keys=True), 16),
+            key=digest(json.dumps(identity, sort_keys=True), 16),
             cost=float(steps * tokens),
             name=f"{subject.name}, {task}, seed {seed}",
             task=task,

@@ -222,13 +222,16 @@ def test_processes_find_what_one_process_finds(result: LabResult, text: Path, tm
 
 
 @pytest.mark.slow
-def test_other_settings_are_other_cells(text: Path, tmp_path: Path) -> None:
+def test_other_settings_are_other_cells(text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     one = laboratory(tmp_path, text, tasks=("parity",), only=("rope",), seeds=1)
     one.run()
     assert one.begin() == ()
     assert laboratory(tmp_path, text, tasks=("parity",), only=("rope",), seeds=2).begin()[0].seed == 1
     more = replace(TINY, puzzle_steps=3)
     assert len(laboratory(tmp_path, text, more, tasks=("parity",), only=("rope",), seeds=1).begin()) == 1
+    newer = work.versions() | {"torch": "99"}  # which the page would name as what all cells were made with
+    monkeypatch.setattr(work, "versions", lambda: newer)
+    assert len(laboratory(tmp_path, text, tasks=("parity",), only=("rope",), seeds=1).begin()) == 1
 
 
 def test_a_folder_of_something_else_is_refused(text: Path, tmp_path: Path) -> None:
