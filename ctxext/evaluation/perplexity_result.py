@@ -17,7 +17,7 @@ from ctxext.evaluation.report.page import (
 from ctxext.measuring.labels import label_of, perplexity_label, tokens_label
 from ctxext.measuring.provenance import Provenance, Report
 from ctxext.measuring.statistics import PairedDifference, perplexity
-from ctxext.measuring.truncation import SELECTED, TRUNCATED, UNPATCHED, is_reference, window_name, window_of
+from ctxext.measuring.truncation import SELECTED, TRUNCATED, UNPATCHED, is_reference, is_short, window_name
 
 # The two kinds of score: positions start..stop of a text, and all up to a length.
 POSITIONS, LENGTH = "positions", "length"
@@ -161,7 +161,7 @@ def _perplexity(reading: PerplexityReading, score: PerplexityScore) -> str:
 def _perplexity_panels(result: PerplexityResult) -> list[Panel]:
     """Return perplexity by position, and on the right the difference to the best truncation."""
     lines, colours = [], {}
-    for reading in (r for r in result.readings if window_of(r.name) is None):  # the best represents the truncations
+    for reading in (r for r in result.readings if not is_short(r.name)):  # the best represents them
         colours[reading.name] = reading.name if reading.name in COLOURS else "yarn"
         points = [((s.start + s.stop) / 2, s.perplexity) for s in reading.at(POSITIONS)]
         lines.append(Line(colours[reading.name], label_of(reading.name), points))

@@ -26,6 +26,7 @@ from ctxext.cli.options import OutputOptions
 from ctxext.errors import InvalidParameterError
 from ctxext.evaluation.perplexity import inside_survey, make_plan, prepare
 from ctxext.evaluation.perplexity_result import LENGTH, POSITIONS, PerplexityResult, perplexity_page
+from ctxext.evaluation.report.figures import COLOURS
 from ctxext.measuring.checkpoint import Checkpoint
 from ctxext.measuring.loss import loss_by_position, truncated_loss
 from ctxext.progress import terminal
@@ -290,6 +291,11 @@ def test_chosen_chunks_are_a_baseline_too(make: Make) -> None:
         assert gap.mean == pytest.approx(extended.scores[number].loss - losses[least], abs=1e-6)
     words = "selected 64" if best.scores[places[-1]].selected else "the last"
     assert re.search(rf"beat feeding only {words}.* tokens, the best of truncations and selection\?", result.sentence())
+    # The best of them is drawn alone, so that the method has its colour in both panels.
+    drawn = matplotlib.figure.Figure()
+    perplexity_page(result).figures[0].draw(drawn)
+    names = [text for axes in drawn.axes for text in axes.texts if text.get_text() in ("YaRN", "selected chunks")]
+    assert [(text.get_text(), text.get_color()) for text in names] == [("YaRN", COLOURS["yarn"])] * 2
 
 
 def test_a_table_of_positions_is_read_no_further_than_it_has_rows(make: Make) -> None:
