@@ -17,6 +17,7 @@ from ctxext.laboratory.pictures.request import SMALL, PictureRequest
 from ctxext.measuring.readings import known_trained_length, name_for
 from ctxext.methods import BiasMethod, BucketMethod, EncodingMethod, Method, RopeMethod
 from ctxext.methods.encoding import Encoding, EncodingSpec, Pairs
+from ctxext.models.alibi import AlibiArchitecture
 from ctxext.models.buckets import buckets_of
 from ctxext.spec import AlibiSpec, BucketSpec
 
@@ -49,11 +50,12 @@ def _require_slopes(method: BiasMethod, request: PictureRequest) -> None:
     if request.positions != "elsewhere":
         return
     family = find_architecture(request.structure)
-    if family is None or family.methods is not BiasMethod:
+    if not isinstance(family, AlibiArchitecture):
         raise IncompatibleError(
             f"Method {method.name!r} changes nothing in {request.checkpoint}: its heads have no slopes, and nothing "
             f"rotates. `ctxext inspect {request.checkpoint}` names the methods that fit."
         )
+    family.refuse(request.structure, method)
 
 
 def bias_of_slopes(method: BiasMethod, request: PictureRequest) -> Picture:
@@ -62,12 +64,17 @@ def bias_of_slopes(method: BiasMethod, request: PictureRequest) -> Picture:
     Raises:
         InvalidParameterError: nothing says how many tokens the checkpoint was trained for.
     """
-    heads, length = SMALL.num_heads, request.trained_length or SMALL.trained_length
+    spec = AlibiSpec(SMALL.num_heads, request.trained_length or SMALL.trained_length)
     if request.checkpoint is not None:
-        heads = request.structure.text.num_attention_heads
-        length = known_trained_length(request.structure, request.trained_length)
+        model, length = request.structure, known_trained_length(request.structure, request.trained_length)
+        family = find_architecture(model)
+        if isinstance(family, AlibiArchitecture):
+            spec = family.spec(model, length)
+        else:  # slopes in place of its rotation
+            spec = AlibiSpec(model.text.num_attention_heads, length)
+    length = spec.trained_length
     target = method.target_length(length)
-    slopes = method.slopes(AlibiSpec(heads, length), target)
+    slopes = method.slopes(spec, target)
     return _picture(method, request.model, length, -slopes[:, None] * distances_to(target).double(), slopes)
 
 

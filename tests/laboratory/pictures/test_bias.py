@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+from ctxext.core.architecture import find_architecture
+from ctxext.core.subject import Subject
 from ctxext.errors import IncompatibleError
 from ctxext.laboratory.encodings.kerple import KERPLE
 from ctxext.laboratory.pictures.bias import bias_of_encoding, bias_of_slopes
@@ -14,6 +17,9 @@ from ctxext.laboratory.pictures.of_method import picture_of
 from ctxext.laboratory.pictures.request import SMALL, PictureRequest
 from ctxext.methods import METHODS
 from ctxext.methods.alibi import ALiBi
+from ctxext.methods.dynamic_pi import DynamicPI
+from ctxext.models.alibi import AlibiArchitecture
+from tests._checkpoints import rewrite
 from tests._models import tiny
 
 
@@ -44,3 +50,25 @@ def test_slopes_are_drawn_of_a_checkpoint_that_has_slopes(model_type: str, metho
         return
     with pytest.raises(IncompatibleError, match=rf"^Method '{method}' changes nothing in .*heads have no slopes"):
         picture_of(METHODS[method](factor=4.0), request)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("model_type", "changes"), [("bloom", {}), ("falcon", {"alibi": True}), ("mpt", {})])
+def test_slopes_of_a_checkpoint_are_those_that_its_attention_adds(
+    model_type: str, changes: dict[str, Any], tmp_path: Path
+) -> None:
+    """Falcon divides them, like its scores, by the square root of the size of a head."""
+    model = tiny(model_type, **changes)
+    model.save_pretrained(tmp_path)
+    found = bias_of_slopes(DynamicPI(factor=1.0), PictureRequest(checkpoint=str(tmp_path), trained_length=64)).values
+    family = find_architecture(Subject.of(model))
+    assert isinstance(family, AlibiArchitecture)
+    torch.testing.assert_close(found["slopes"], family.stock_slopes(Subject.of(model)), rtol=1e-6, atol=0)
+
+
+@pytest.mark.slow
+def test_slopes_that_transformers_does_not_read_are_refused(tmp_path: Path) -> None:
+    tiny("mpt").save_pretrained(tmp_path)
+    rewrite(tmp_path / "config.json", lambda config: config["attn_config"].update(alibi_bias_max=16))
+    with pytest.raises(IncompatibleError, match="alibi_bias_max of this mpt is 16"):
+        picture_of(DynamicPI(factor=2.0), PictureRequest(checkpoint=str(tmp_path), trained_length=64))
