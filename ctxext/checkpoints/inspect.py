@@ -272,7 +272,9 @@ def rope_of_checkpoint(
         raise IncompatibleError(f"The config of {place} does not say its trained length; give --trained-length.")
     _, reason, spec = _positions(subject, known)
     if spec is None:
-        raise IncompatibleError(reason or f"{place} has no rotary positions.")
+        kind = str(reason).removeprefix("none: ")
+        way = f"`ctxext inspect {place}` names the methods that fit."
+        raise IncompatibleError(kind if kind == reason else f"{place} has no rotation: {kind}. {way}")
     return spec
 
 

@@ -13,10 +13,12 @@ from ctxext.attention.attend import LayerCall
 from ctxext.caches.records import attends_of
 from ctxext.core.edits import Edits
 from ctxext.core.patching import unpatch
+from ctxext.core.subject import Subject
 from ctxext.errors import IncompatibleError, InvalidParameterError
 from ctxext.evaluation.report.figures import NOTE, Panel
 from ctxext.laboratory.pictures.picture import AFTER, BEFORE, GRADED, Curve, Numbers, Picture, heat, lines
 from ctxext.laboratory.pictures.request import PictureRequest
+from ctxext.measuring.forward import check_known, check_positions, last_position
 from ctxext.measuring.readings import name_for
 from ctxext.methods import Method
 
@@ -46,10 +48,18 @@ def attention_asked(method: Method | None, request: PictureRequest) -> Picture |
     if request.length is not None and length < request.length:
         raise InvalidParameterError(f"--length {request.length}: the text has {length} tokens. Give a longer one.")
     model = request.load(method)
+    check_known(model, tokens)
+    check_positions(Subject(model), length)
     trained = int(model.config.ctxext["trained_length"])
     edges = edges_of(length, trained)
     after = by_distance(attention_of(model, tokens, min(QUERIES, length)), edges)
     unpatch(model)
+    known = last_position(Subject(model))
+    if known is not None and length > known:
+        raise InvalidParameterError(
+            f"Before the extension, {request.model} has positions for {known:,} tokens, and the text has {length:,}. "
+            f"Give --length {known}."
+        )
     before = by_distance(attention_of(model, tokens, min(QUERIES, length)), edges)
     # Bins of distances begin at the edges, and the last ends there; one more bin is the first token.
     numbers = {"trained_length": trained, "length": length, "edges": edges, "before": before, "after": after}

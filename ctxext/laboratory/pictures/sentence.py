@@ -17,6 +17,7 @@ from ctxext.evaluation.report.figures import Panel
 from ctxext.laboratory.pictures.bias import pairs_at
 from ctxext.laboratory.pictures.picture import DEEPER, DIVERGING, Picture, heat
 from ctxext.laboratory.pictures.request import SMALL, PictureRequest
+from ctxext.measuring.forward import check_known
 from ctxext.methods import Method
 from ctxext.methods.encoding import Encoding, EncodingMethod, EncodingSpec, Pairs, Weighting
 
@@ -47,6 +48,7 @@ def sentence_asked(method: Method | None, request: PictureRequest) -> Picture | 
     else:
         model, method, state = request.load_encoded(method)
         tokens, tokenizer = request.tokens(request.text or SENTENCE)
+        check_known(model, tokens)
         pieces = tokenizer.convert_ids_to_tokens(tokens[0].tolist())
         names = [piece.replace("Ġ", " ").replace("▁", " ").replace("Ċ", "⏎").strip() or "·" for piece in pieces]
         place = request.model + (f", {state}" if state else "")
