@@ -221,6 +221,7 @@ def _read(model: nn.Module, text: MaskedText, views: Sequence[View], losses: Ten
     device = next(shell.parameters()).device
     ids = torch.stack([text.row(view) for view in views]).to(device)
     check_known(model, ids, predicted=True)
+    check_known(model, text.input_ids, predicted=True)  # tokens under a mask are predicted alone
     rows = torch.cat([torch.full((len(view.asked),), row) for row, view in enumerate(views)])
     columns = torch.cat([view.asked - view.start + text.prefix for view in views])
     places = torch.cat([view.asked for view in views])

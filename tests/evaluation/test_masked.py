@@ -64,6 +64,13 @@ def test_seven_passes_mask_every_token_of_a_text_once_and_nothing_else() -> None
         assert set(positions.diff().tolist()) == {EVERY}
 
 
+def test_a_token_under_a_mask_that_the_model_lacks_is_named() -> None:
+    (text,) = texts_of(40, documents=1)
+    text.input_ids[text.passes[0][1]] = 260
+    with pytest.raises(InvalidParameterError, match="The text has token 260 of its tokenizer, and this bert knows 260"):
+        masked_losses(bert(), text)
+
+
 def test_texts_take_turns_and_the_seed_decides_the_order() -> None:
     one_pass = texts_of(100, documents=EVERY)
     assert sorted(position for text in one_pass for position in text.passes[0].tolist()) == list(range(1, 99))
