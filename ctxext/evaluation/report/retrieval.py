@@ -130,7 +130,8 @@ def ruler_sentences(report: RulerReport) -> list[str]:
     """Return the relative effective length of every reading, and what one has to know to read the table."""
     sentences = [_effective(reading) for reading in report.readings]
     cells = [cell for reading in report.readings for cell in reading.cells.values()]
-    width = max(cell.interval[1] - cell.interval[0] for cell in cells) / 2
+    # The interval of a score near 0 or 100 lies to one side of it.
+    width = max(abs(bound - cell.score) for cell in cells for bound in cell.interval)
     sentences.append(
         "The relative effective length is the largest at which the average keeps 85 percent of its value at the "
         "shortest. It is not RULER's effective length, which asks for an average above 85.6."

@@ -69,3 +69,14 @@ def test_the_words_follow_the_numbers(model: LlamaForCausalLM, tmp_path: Path) -
     assert told[1] == "pi: no relative effective length, since the shortest length scores 0."
     assert any("not RULER's effective length" in sentence for sentence in told)
     assert told[-1] == "Not measured: cwe: it needs words."
+
+
+def test_a_score_is_off_by_as_much_as_its_interval_reaches(model: LlamaForCausalLM) -> None:
+    """Of ten prompts, all replied to rightly, 72 of a hundred may be right: more than half of the interval."""
+    trials = tuple(RulerTrial("vt", 512, index, 9, "x", ("a",), 100.0) for index in range(10))
+    provenance = provenance_of(Checkpoint("tiny", model, BYTES_AFTER_BOS), seed=0)
+    about = {"trained_length": 512, "provenance": provenance, "chat": False, "essay": None, "left_out": {}}
+    told = ruler_sentences(RulerReport(readings=(RulerResult(trials, "yarn", "yarn"),), **about))
+    low, _ = wilson_interval(1.0, 10)
+    assert f"a score may be off by {100 - 100 * low:.0f} (95 percent)" in " ".join(told)
+    assert f"{100 - 100 * low:.0f}" == "28"
