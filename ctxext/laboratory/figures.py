@@ -10,7 +10,7 @@ from ctxext.evaluation.report.figures import Figure, Line, Panel, heat_panel, li
 from ctxext.laboratory.result import LabReading, LabResult, blocks_of, over_seeds
 from ctxext.laboratory.subjects import ROPE
 from ctxext.laboratory.tasks import MULTIPLES, REACH, TASKS, TEXT
-from ctxext.measuring.labels import label_of
+from ctxext.measuring.labels import all_of, label_of
 from ctxext.measuring.truncation import TRUNCATED
 
 CLASSIC = ("sinusoidal", "learned", "t5_bias", ROPE, "alibi", "nope")
@@ -65,13 +65,15 @@ def _by_position(result: LabResult) -> Figure:
             panels.append(panel)
     seeds = max(len(reading.seeds) for reading in readings)
     band = f" Bands: one standard error over {seeds} seeds." if seeds > 1 else ""
+    known = [name_of(reading) for reading in readings if reading.name in REFERENCES]
+    dashed = f" Dashed: {all_of(known)}, in panels about others." if known else ""
     return paneled(
         "loss-by-position",
         "Loss by position over the trained length",
         panels,
         across=2,
-        caption=f"Nats per byte, by where a byte stands; the trained length is {result.trained} bytes.{band} RoPE and "
-        f"ALiBi stand in every panel, dashed where it is not about them; scales differ.",
+        caption=f"Nats per byte, by where a byte stands; the trained length is {result.trained} "
+        f"bytes.{band}{dashed} Scales differ.",
     )
 
 

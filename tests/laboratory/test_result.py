@@ -8,6 +8,7 @@ import math
 import pytest
 import torch
 
+from ctxext.laboratory.figures import figures
 from ctxext.laboratory.result import LabResult, blocks_of, paired
 from ctxext.measuring.statistics import students_quantile
 from tests.laboratory._results import BLOCKS, SEEDS, WINDOWS, nested, noise, of_parity, of_text, result_of
@@ -51,3 +52,16 @@ def test_the_blocks_double_and_reach_eight_times_as_far() -> None:
 def test_written_and_read_again() -> None:
     result = result_of(of_text("a", 2.0), of_parity("a", 0.9, 0.6))
     assert LabResult.from_dict(result.to_dict()) == result
+
+
+@pytest.mark.parametrize(
+    ("names", "said"),
+    [
+        (("alibi", "fire"), "Dashed: ALiBi, in panels about others. Scales"),
+        (("rope", "alibi", "fire"), "Dashed: RoPE and ALiBi, in panels"),
+        (("fire",), "64 bytes. Bands: one standard error over 3 seeds. Scales differ."),
+    ],
+)
+def test_the_caption_of_a_figure_names_only_what_is_drawn(names: tuple[str, ...], said: str) -> None:
+    (figure,) = figures(result_of(*(of_text(name, 2.0) for name in names)))
+    assert said in figure.caption
