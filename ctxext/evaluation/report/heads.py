@@ -40,10 +40,8 @@ def heads_page(scores: HeadScores) -> Page:
 
 
 def sentences(scores: HeadScores) -> list[str]:
-    """Return how many groups retrieve, how far the probes agree, and how far the scores vary over seeds.
-
-    Groups of layers with a window, which score 0 in every probe, would make the probes seem to agree.
-    """
+    """Return how many groups retrieve, how far the probes agree, and how far the scores vary over seeds."""
+    # Groups of layers with a window, which score 0 in every probe, would make the probes seem to agree.
     known, best = scores.chosen(share=1), scores.chosen(share=SHARE)
     values = [scores.scores[group] for group in known]
     above, below = sum(value >= RETRIEVES for value in values), sum(value < IDLE for value in values)
