@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from ctxext.core.saved import identity
 from ctxext.core.subject import Subject
 
 UNKNOWN = "unknown"
@@ -61,8 +62,10 @@ def weights_digest(model: nn.Module, *, alone: bool = False) -> str:
     if is_shared_out(model):
         return UNKNOWN
     config = {} if alone else Subject.of(model).config.to_dict()
-    for noise in ("_name_or_path", "transformers_version", "ctxext"):
+    for noise in ("_name_or_path", "transformers_version"):
         config.pop(noise, None)
+    if "ctxext" in config:
+        config["ctxext"] = identity(config["ctxext"])  # its other fields are versions and notes
     digest = hashlib.sha256(json.dumps(config, sort_keys=True, default=str).encode())
     for name, tensor in sorted(model.state_dict().items()):
         digest.update(f"{name} {tensor.dtype} {list(tensor.shape)}".encode())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 import ctxext
@@ -19,3 +20,10 @@ def test_a_digest_tells_checkpoints_apart() -> None:
     trained = weights_digest(model)
     assert len({first, trained, weights_digest(model.to(torch.bfloat16))}) == 3
     assert _adapters_in_use(model) == [], "a whole model has methods of the same names"
+
+
+@pytest.mark.parametrize(("model_type", "methods"), [("bloom", ("pi", "dynamic_pi")), ("gpt2", ("pi", "group"))])
+def test_a_digest_tells_extensions_apart_that_only_the_method_does(model_type: str, methods: tuple[str, str]) -> None:
+    """Whose config says no more of them, and whose rows are the same wherever the digest looks."""
+    extended = [ctxext.patch(tiny(model_type), name, factor=2.0, trained_length=64) for name in methods]
+    assert len({weights_digest(model) for model in (tiny(model_type), *extended)}) == 3
