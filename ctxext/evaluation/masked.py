@@ -501,11 +501,11 @@ def masked_sentences(report: MaskedReport) -> list[str]:
             for score in reading.at(report.trained_length, WHOLE)
             if score.versus is not None
         ]
-    times = texts * report.passes / report.every
+    times = texts * report.passes / report.every  # below 1 no position twice, since texts take turns
     sentences.append(
         f"One token in {report.every} is masked, in {report.passes} {'pass' if report.passes == 1 else 'passes'} over "
         f"each of {texts} {'text' if texts == 1 else 'texts'}: every position is masked {times:.3g} times on "
-        f"average{'' if times >= 1 else ', so that most are never'}."
+        f"average{'' if times >= 1 else f', and {1 - times:.0%} of them never'}."
     )
     return sentences
 
