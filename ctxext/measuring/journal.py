@@ -207,8 +207,11 @@ class Journal:
 
 
 @contextlib.contextmanager
-def explain_disk_error(place: Path, kept: Callable[[], int] = lambda: 0, what: str = "jobs") -> Iterator[None]:
+def explain_disk_error(place: Path, kept: Callable[[], int] | None = None, what: str = "jobs") -> Iterator[None]:
     """Turn an ``OSError`` while reading or writing into an error that tells the user what to do.
+
+    Args:
+        kept: Function that counts what is kept, where it can still be read.
 
     Raises:
         ResultsError: instead of the ``OSError``.
@@ -218,8 +221,8 @@ def explain_disk_error(place: Path, kept: Callable[[], int] = lambda: 0, what: s
     except OSError as error:
         why = "The disk is full" if error.errno in (errno.ENOSPC, errno.EDQUOT) else f"{error.strerror}"
         raise ResultsError(
-            f"Cannot write to {str(place)!r}: {why}. Finished {what} are kept ({kept()} of them); make room there, or "
-            f"give the right to write, and run the same command again."
+            f"Cannot use {str(place)!r}: {why}. Finished {what} are kept{f' ({kept()} of them)' if kept else ''}; make "
+            f"room there, or give the right to read and write, and run the same command again."
         ) from error
 
 

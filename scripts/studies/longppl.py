@@ -453,7 +453,7 @@ def _key_tokens(
     session.measure(survey)
     keys = survey.result()
     if path is not None and session.group.is_main:
-        with explain_disk_error(path, lambda: 0, "key tokens"):
+        with explain_disk_error(path, what="key tokens"):
             write_whole(path, json.dumps(keys.to_dict(), indent=1) + "\n")
     where = f", kept in {path}" if path else ""
     session.console.print(f"{keys.tokens:,} key tokens found by {finder.name}{where}.")

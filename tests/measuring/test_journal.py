@@ -38,6 +38,9 @@ def test_the_file_of_trials_belongs_to_one_measurement(tmp_path: Path, monkeypat
         again.keep({"key": "k2", "reading": "unpatched", "trial": {"loss": 2.0}})
     monkeypatch.undo()
     assert set(Journal(path).finished()) == {"k0", "k1"}
+    (tmp_path / "keys.trials.2.jsonl").mkdir()  # which cannot be read, so that nobody can count
+    with pytest.raises(ResultsError, match=r"^Cannot use .*: Is a directory\. Finished jobs are kept; make room there"):
+        again.finished()
 
 
 GOOD = {"key": "k0", "reading": "unpatched", "seconds": 1.0, "trial": {"found": [True]}}
