@@ -211,7 +211,7 @@ def explain_disk_error(place: Path, kept: Callable[[], int] | None = None, what:
     """Turn an ``OSError`` while reading or writing into an error that tells the user what to do.
 
     Args:
-        kept: Function that counts what is kept, where it can still be read.
+        kept: Function that counts finished jobs; None where they cannot be read.
 
     Raises:
         ResultsError: instead of the ``OSError``.

@@ -194,7 +194,7 @@ def plan_serving(
     bits, bounds = cache_bits and CACHE_BITS[cache_bits], _bounds(config, trust_remote_code)
     run = DryRun(model, dtype, chunk=prompt_chunk, bits=bits, bounds=bounds)
     saved = saved_extension(config, "the config")
-    follows = rope_follows_length(text_of(config)) if saved is None else saved_method(saved).dynamic
+    follows = rope_follows_length(subject.text) if saved is None else saved_method(saved).dynamic
     keeps = cache_bits is None and not follows and why_no_prefix(subject) is None
     return Plan(run, fixed, dequantised, advice, heads=heads, keeps_prompts=keeps)
 
@@ -263,8 +263,8 @@ def without_weights(config: Any, dtype: torch.dtype, trust_remote_code: bool = F
         method = saved_method(saved)  # refuses two extended sides
         if isinstance(method, EncodingMethod):
             raise IncompatibleError(
-                f"Memory is not planned for method {method.name!r}, whose attention takes more than that of the plain "
-                f"model. Measure a real run instead."
+                f"Memory is not planned for method {method.name!r}, whose attention takes more than the plain model's. "
+                f"Measure a real run instead."
             )
     model = meta_model(
         _plainly_rotated(config),

@@ -70,7 +70,7 @@ def bias_of_slopes(method: BiasMethod, request: PictureRequest) -> Picture:
         family = find_architecture(model)
         if isinstance(family, AlibiArchitecture):
             spec = family.spec(model, length)
-        else:  # slopes in place of its rotation
+        else:  # slopes instead of its rotation
             spec = AlibiSpec(model.text.num_attention_heads, length)
     length = spec.trained_length
     target = method.target_length(length)
