@@ -237,10 +237,12 @@ def _choosable(checkpoint: Checkpoint) -> Subject:
         IncompatibleError: it has no rotary positions.
     """
     subject = checkpoint.subject
-    if patched_state(subject.model) is not None or already_extended(subject.config):
+    is_live, how = patched_state(subject.model) is not None, already_extended(subject.config)
+    if is_live or how:
+        way = "Call ctxext.unpatch(model) first, or give the original."
         raise PatchStateError(
-            f"{checkpoint.name} is extended already; choose needs the original checkpoint. Call "
-            f"ctxext.unpatch(model) first, or give the original."
+            f"{checkpoint.name} is extended already ({how}); choose needs plain positions. "
+            f"{way if is_live else 'Give the original, or compare methods for this one with `ctxext eval compare`.'}"
         )
     if not isinstance(architecture_of(subject), Rope):
         raise IncompatibleError(

@@ -296,6 +296,16 @@ def test_other_positions_than_rotary_ones_are_refused() -> None:
         chosen(tiny("bloom"))
 
 
+def test_a_scaling_that_a_checkpoint_was_trained_with_has_no_original() -> None:
+    """As Llama 3.1's: there is nothing to take off, but other commands go on from it."""
+    scaling = {"rope_type": "llama3", "rope_theta": 1e4, "factor": 2.0, "original_max_position_embeddings": 256}
+    scaled = tiny(max_position_embeddings=512, rope_parameters=scaling | {"low_freq_factor": 1, "high_freq_factor": 4})
+    with pytest.raises(PatchStateError, match=r"extended already \(.*llama3.*`ctxext eval compare`\.$"):
+        chosen(scaled)
+    with pytest.raises(PatchStateError, match=r"extended already \(.*yarn.* Call ctxext\.unpatch\(model\) first"):
+        chosen(ctxext.patch(tiny(), "yarn", factor=2))
+
+
 def test_auto_is_no_method_and_the_error_says_how_to_measure(model: LlamaForCausalLM) -> None:
     with pytest.raises(InvalidParameterError, match=r"ctxext choose CHECKPOINT -t mine\.txt --target"):
         ctxext.patch(model, "auto", factor=2)
