@@ -116,6 +116,7 @@ class PlannedChoice:
             choosing=len(self.split.choosing),
             held_out=len(self.split.held_out),
             keys=settings.keys,
+            dynamic=sum(candidate.reach.dynamic for candidate in self.candidates.values()),
         )
         self.costs.sizes(self.budget.passes)  # refuses a budget that is too small before anything is read
 

@@ -114,7 +114,8 @@ class Sizes:
 class Costs:
     """Costs of a choice, in passes over the whole target, and the sizes that a budget lasts for.
 
-    There are ``choosing`` texts to choose on, and ``held_out`` texts to judge on.
+    There are ``choosing`` texts to choose on, and ``held_out`` texts to judge on. For the verdict, the choice and the
+    runner-up read the window alone too where they are ``dynamic`` candidates.
     """
 
     trained: int
@@ -126,6 +127,7 @@ class Costs:
     choosing: int
     held_out: int
     keys: bool
+    dynamic: int = 0
 
     def of(self, tokens: int) -> float:
         """Return the cost of a pass over so many tokens."""
@@ -166,8 +168,9 @@ class Costs:
         more = (sizes.finalists + 1) * (sizes.texts - sizes.first + sizes.keys)
         tails = [tail_windows(window, start=self.end, positions=self.length) for window in self.windows]
         truncations = sum(self.of(each.positions) for each in itertools.chain.from_iterable(tails))
-        # A reading inside the window, and one of chunks, chosen once.
-        return inside + whole + more + sizes.held_out * (3 + 2 * self.of(self.trained) + truncations)
+        # A reading inside the window, and one of chunks, chosen once; of dynamic methods one more.
+        window = (2 + min(self.dynamic, 2)) * self.of(self.trained)
+        return inside + whole + more + sizes.held_out * (3 + window + truncations)
 
     def sizes(self, allowed: float | None, seconds: float | None = None, doubt: float = 1) -> Sizes:
         """Return the largest sizes that a budget lasts for.

@@ -27,6 +27,8 @@ from ctxext.measuring.journal import Journal
 from ctxext.measuring.loss import loss_by_position
 from ctxext.measuring.readings import Readings
 from ctxext.measuring.statistics import PairedDifference
+from ctxext.methods.dynamic_ntk import DynamicNTK
+from ctxext.methods.dynamic_pi import DynamicPI
 from ctxext.methods.ntk import NTK
 from ctxext.methods.pi import PI
 from ctxext.methods.self_extend import SelfExtend
@@ -330,6 +332,22 @@ def test_the_legend_of_the_figure_leaves_its_caption_readable(
     legends = [*canvas.legends, *filter(None, (axes.get_legend() for axes in canvas.axes))]
     assert legends
     assert not any(legend.get_window_extent().overlaps(caption.get_window_extent()) for legend in legends)
+
+
+@pytest.mark.slow
+def test_dynamic_candidates_spend_no_more_than_is_planned(
+    model: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of them the verdict reads the window alone too, which is nearly the whole of a target just beyond it."""
+    tried = (YaRN(factor=2), DynamicNTK(factor=2), DynamicPI(factor=2))
+    monkeypatch.setattr(choose, "candidates", lambda *_: tried)
+    settings = ChoiceSettings(target_length=600, keys=False)
+    corpus = corpus_from([rain(name, 80) for name in "abcdef"], BYTES_AFTER_BOS)
+    planned = PlannedChoice(Checkpoint("tiny", model, BYTES_AFTER_BOS), corpus, settings)
+    made = planned.run()
+    assert made.candidate(made.finish.choice).method.dynamic
+    assert made.candidate(made.finish.runner_up).method.dynamic
+    assert made.spent.passes <= planned.passes
 
 
 @pytest.mark.slow
