@@ -33,6 +33,7 @@ from ctxext.models.bloom import TRAINED_LENGTH as BLOOM_LENGTH
 from ctxext.models.drafts import draft_heads
 from ctxext.planning.dry_run import Bounds, DryRun
 from ctxext.planning.quantised import packed_weights, stored_as
+from ctxext.rope_types import GUARD
 from ctxext.training.memory import Memory, layers_of
 
 STEP = 256
@@ -299,13 +300,18 @@ def _draft_heads(subject: Subject, quantisation: str | None) -> tuple[int, int]:
 
 
 def _plainly_rotated(config: Any) -> Any:
-    """Copy a config and make its frequencies static, so that computing them needs no data."""
+    """Copy a config and make its frequencies static, so that computing them needs no data.
+
+    A field that keeps stock transformers out holds its original value again, as after a config is read from a file.
+    """
     saved = saved_extension(config, "the config")
     rotates = saved is not None and "rope_parameters" in saved["original"]
     config = plain_config(config, saved) if saved is not None and rotates else copy.deepcopy(config)
     text = text_of(config)
     if rotates:  # a live model's config names the attention that ctxext gave it
         text._attn_implementation_internal = None
+    elif saved is not None:
+        vars(text).update({name: value for name, value in saved["original"].items() if vars(text).get(name) == GUARD})
     for _, rope in rope_dicts(text):
         if rope.get("rope_type") in FOLLOWING:
             rope["rope_type"] = "default"

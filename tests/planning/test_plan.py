@@ -167,6 +167,16 @@ def test_an_encoding_is_not_planned_as_the_rotation_that_it_replaces(name: str) 
 
 
 @pytest.mark.slow
+def test_a_field_that_keeps_stock_code_out_is_planned_by_its_value() -> None:
+    """XGLM's, whose sinusoids have no field: as a plain checkpoint is planned with --method, without a file."""
+    plain, extended = tiny("xglm"), ctxext.patch(tiny("xglm"), "pi", factor=4)
+    assert extended.config.dropout != plain.config.dropout
+    small = Memory(checkpointing=False)
+    for plan in (plan_serving, lambda config: plan_training(config, memory=small, lora_rank=1)):
+        assert plan(extended.config).at(60) == plan(plain.config).at(60)
+
+
+@pytest.mark.slow
 def test_refused() -> None:
     with pytest.raises(InvalidParameterError, match="lora_rank must be a whole number, at least 1, found 0"):
         plan_training(llama(2), lora_rank=0)
