@@ -168,7 +168,7 @@ class Costs:
         more = (sizes.finalists + 1) * (sizes.texts - sizes.first + sizes.keys)
         tails = [tail_windows(window, start=self.end, positions=self.length) for window in self.windows]
         truncations = sum(self.of(each.positions) for each in itertools.chain.from_iterable(tails))
-        # A reading inside the window, and one of chunks, chosen once; of dynamic methods one more.
+        # A reading inside the window, one of chunks that are chosen once, and one more of dynamic methods.
         window = (2 + min(self.dynamic, 2)) * self.of(self.trained)
         return inside + whole + more + sizes.held_out * (3 + window + truncations)
 

@@ -255,11 +255,6 @@ def without_weights(config: Any, dtype: torch.dtype, trust_remote_code: bool = F
             f"A {config.model_type} is not a plain causal language model, and memory is planned for those only. Plan "
             f"its language model alone."
         )
-    if not hasattr(text_of(config), "hidden_size"):
-        raise IncompatibleError(
-            f"The config of this {config.model_type} names no hidden_size, by which memory is planned. Measure a real "
-            f"run instead."
-        )
     if (saved := saved_extension(config, "the config")) is not None:
         method = saved_method(saved)  # refuses two extended sides
         if isinstance(method, EncodingMethod):
@@ -308,6 +303,11 @@ def _plainly_rotated(config: Any) -> Any:
     rotates = saved is not None and "rope_parameters" in saved["original"]
     config = plain_config(config, saved) if saved is not None and rotates else copy.deepcopy(config)
     text = text_of(config)
+    if not hasattr(text, "hidden_size"):
+        raise IncompatibleError(
+            f"The config of this {config.model_type} names no hidden_size, by which memory is planned. Measure a real "
+            f"run instead."
+        )
     if rotates:  # a live model's config names the attention that ctxext gave it
         text._attn_implementation_internal = None
     elif saved is not None:

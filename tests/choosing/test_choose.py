@@ -300,12 +300,9 @@ def test_other_positions_than_rotary_ones_are_refused() -> None:
 
 def test_a_scaling_that_a_checkpoint_was_trained_with_has_no_original() -> None:
     """As Llama 3.1's: there is nothing to take off, but other commands go on from it."""
-    scaling = {"rope_type": "llama3", "rope_theta": 1e4, "factor": 2.0, "original_max_position_embeddings": 256}
-    scaled = tiny(max_position_embeddings=512, rope_parameters=scaling | {"low_freq_factor": 1, "high_freq_factor": 4})
-    with pytest.raises(PatchStateError, match=r"extended already \(.*llama3.*`ctxext eval compare`\.$"):
+    scaled = tiny(rope_parameters={"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0})
+    with pytest.raises(PatchStateError, match=r"extended already \(.*linear.*`ctxext eval compare`\.$"):
         chosen(scaled)
-    with pytest.raises(PatchStateError, match=r"extended already \(.*yarn.* Call ctxext\.unpatch\(model\) first"):
-        chosen(ctxext.patch(tiny(), "yarn", factor=2))
 
 
 def test_auto_is_no_method_and_the_error_says_how_to_measure(model: LlamaForCausalLM) -> None:
@@ -339,36 +336,23 @@ def test_dynamic_candidates_spend_no_more_than_is_planned(
     model: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of them the verdict reads the window alone too, which is nearly the whole of a target just beyond it."""
-    tried = (YaRN(factor=2), DynamicNTK(factor=2), DynamicPI(factor=2))
-    monkeypatch.setattr(choose, "candidates", lambda *_: tried)
-    settings = ChoiceSettings(target_length=600, keys=False)
+    monkeypatch.setattr(choose, "candidates", lambda *_: (FEW[0], DynamicNTK(factor=2), DynamicPI(factor=2)))
     corpus = corpus_from([rain(name, 80) for name in "abcdef"], BYTES_AFTER_BOS)
+    settings = ChoiceSettings(target_length=600, keys=False)
     planned = PlannedChoice(Checkpoint("tiny", model, BYTES_AFTER_BOS), corpus, settings)
     made = planned.run()
-    assert made.candidate(made.finish.choice).method.dynamic
-    assert made.candidate(made.finish.runner_up).method.dynamic
+    assert all(made.candidate(name).method.dynamic for name in (made.finish.choice, made.finish.runner_up))
     assert made.spent.passes <= planned.passes
 
 
 @pytest.mark.slow
-def test_of_a_number_of_documents_each_is_long_enough(
-    model: LlamaForCausalLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_of_a_number_of_documents_each_is_long_enough(model: LlamaForCausalLM, tmp_path: Path) -> None:
     """As in every command. Shorter ones would be counted, and nothing could be chosen on them."""
-    read: list[list[str]] = []
-
-    def planned(_: Checkpoint, corpus: Corpus, *__: Any, **___: Any) -> None:
-        read.append([document.name for document in corpus.documents])
-        raise InvalidParameterError("It is not read.")
-
-    monkeypatch.setattr(choose, "PlannedChoice", planned)
-    (short := tmp_path / "short.txt").write_text("Too short.")
+    (tmp_path / "short.txt").write_text("Too short.")
     verb, checkpoint, *texts = on_disk(model, tmp_path)
-    asked = (verb, checkpoint, "-t", short, *texts, "--target", TARGET)
-    for more in (["-n", 3], []):
-        command(*asked, *more, code=1)
-    assert read == [["0", "1", "2"], ["short", "0", "1", "2", "3"]]
-    assert "and 5 are wanted" in command(*asked, "-n", 5, code=1).stderr
+    asked = (verb, checkpoint, "-t", tmp_path / "short.txt", *texts, "--target", TARGET, "-n")
+    assert "4 of 5 documents have the 1,025 tokens asked for, and 5" in command(*asked, 5, code=1).stderr
+    assert "too small: it comes to 4.0 passes" in command(*asked, 2, "--budget", "4 passes", code=1).stderr
 
 
 @pytest.mark.slow
