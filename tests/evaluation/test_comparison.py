@@ -158,6 +158,12 @@ def test_figures_do_not_depend_on_the_order_of_methods() -> None:
         assert [f"yarn x{panel.factor:g}" in [item.name for item in panel.drawn] for panel in panels] == [True, True]
 
 
+def test_the_page_names_the_windows_that_were_asked_for() -> None:
+    model = tiny("llama", max_position_embeddings=64, vocab_size=len(BYTES_AFTER_BOS))
+    text = comparison_page(measured(plan(model, methods=["pi"], windows=(10, 20)))).markdown()
+    assert text.count("the last 10 or 20 tokens") == 2
+
+
 @pytest.mark.parametrize(("depth", "hidden"), [(0.3, True), (0.9, False)])
 def test_a_key_is_hidden_where_truncation_does_not_show_it(planned: Planned, depth: float, hidden: bool) -> None:
     found = planned(methods=["pi"], depths=(depth,), trials=2)

@@ -37,7 +37,7 @@ from ctxext.measuring.labels import all_of, capitalised, perplexity_label, token
 from ctxext.measuring.loss_table import NO, YES, Verdict
 from ctxext.measuring.readings import TIMES, Reading
 from ctxext.measuring.statistics import Bucket, PairedDifference, perplexity
-from ctxext.measuring.truncation import SELECTED, TRUNCATED, UNPATCHED, is_short, windows_of
+from ctxext.measuring.truncation import SELECTED, TRUNCATED, UNPATCHED, is_short
 
 # Beyond this ratio to the perplexity inside the window, a perplexity counts as broken.
 BROKEN = 2.0
@@ -64,7 +64,7 @@ def comparison_page(result: ComparisonResult) -> Page:
 
 
 def _explanations(result: ComparisonResult) -> list[str]:
-    windows, several = windows_in_words(result.trained_length, "or"), result.texts > 1
+    windows, several = windows_in_words(result, "or"), result.texts > 1
     texts = "these" if several else "this one"
     others = "" if result.unit == "documents" else ", not how other texts would differ"
     return [
@@ -118,9 +118,9 @@ def headline(result: ComparisonResult) -> str:
     return f"{best}. No difference to {truncation} was found on {_these_texts(result)}: {difference} nats per token."
 
 
-def windows_in_words(trained_length: int, last: str = "and") -> str:
+def windows_in_words(result: ComparisonResult, last: str = "and") -> str:
     """Name the truncations that the baseline is the best of, such as ``2K, 4K, 6K and 8K``."""
-    *first, longest = map(tokens_label, windows_of(trained_length))
+    *first, longest = [tokens_label(row.reading.window) for row in result.rows if row.reading.window is not None]
     return f"{', '.join(first)} {last} {longest}" if first else longest
 
 
@@ -259,7 +259,7 @@ def _main_table(result: ComparisonResult) -> TextTable:
     caption = (
         f"Perplexity inside the trained {window} tokens and at the end of each length; differences of loss in "
         f"nats per token ± standard error over {result.unit}; best truncation: whichever of the last "
-        f"{windows_in_words(result.trained_length, 'or')} tokens{_or_selected(result)} predicts those best"
+        f"{windows_in_words(result, 'or')} tokens{_or_selected(result)} predicts those best"
         + ("; passkeys found where truncation cuts the key off" if with_keys else "")
         + "."
     )
@@ -398,7 +398,7 @@ def _distances(result: ComparisonResult, verdict: Verdict) -> Figure:
     end, window = tokens_label(verdict.length), tokens_label(verdict.window)
     words = "; ".join(f"{row.reading.label} {gap}" for row, _, gap in rows)
     dots = " Small dots: each document." if result.texts > 1 else ""
-    seen, truncations = "chunks within" if verdict.selected else "the last", windows_in_words(result.trained_length)
+    seen, truncations = "chunks within" if verdict.selected else "the last", windows_in_words(result)
     panel = Panel(lambda axes: _draw_distances(axes, rows), words, (5.4, 0.7 + 0.29 * len(rows)))
     return paneled(
         f"truncation-{verdict.length}",
