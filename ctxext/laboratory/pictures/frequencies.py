@@ -11,6 +11,7 @@ import torch
 from ctxext.errors import IncompatibleError
 from ctxext.evaluation.report.figures import NOTE, Panel
 from ctxext.laboratory.pictures.picture import Picture, bars
+from ctxext.measuring.readings import name_for
 from ctxext.methods import METHODS, Method, RopeMethod
 from ctxext.methods.formulas import index_that_turns, plain_inv_freq
 from ctxext.methods.remap import RemapMethod
@@ -51,12 +52,17 @@ def spectrum_picture(methods: Sequence[Method], rope: RopeSpec, model: str = "")
     across = min(COLUMNS, len(groups))
     # The last panel has the legend of all, so the bands of every group are collected before any panel is drawn.
     legend = {name for group in groups for name in bands(speed(group[0], rope)[0], group[0].factor)}
-    panels = []
+    panels, names = [], [method.name for method in methods]
     for place, group in enumerate(groups):
-        is_last = place == len(groups) - 1
-        panels.append(
-            _panel(group, rope, width=max(2.2, 5 / across), legend=legend if is_last else None, first=not place)
-        )
+        # A method that is drawn at several factors, or with other parameters, is named with these.
+        shown = [name_for(method) if names.count(method.name) > 1 else method.name for method in group]
+        title, is_last = ", ".join(sorted(shown, key=len)), place == len(groups) - 1
+        look: dict[str, Any] = {
+            "width": max(2.2, 5 / across),
+            "legend": legend if is_last else None,
+            "first": not place,
+        }
+        panels.append(_panel(title, group[0], rope, **look))
     return Picture(
         kind="frequencies",
         sentence=f"{f'{model}: what' if model else 'What'} {what}",
@@ -68,10 +74,10 @@ def spectrum_picture(methods: Sequence[Method], rope: RopeSpec, model: str = "")
     )
 
 
-def _panel(group: list[Method], rope: RopeSpec, *, width: float, first: bool, legend: set[str] | None) -> Panel:
-    """Return what the methods of a group do; the last panel of a picture has the legend of all bands."""
-    shares, scale = speed(group[0], rope)
-    factor = group[0].factor
+def _panel(title: str, method: Method, rope: RopeSpec, *, width: float, first: bool, legend: set[str] | None) -> Panel:
+    """Return what a method does; the last panel of a picture has the legend of all bands."""
+    shares, scale = speed(method, rope)
+    factor = method.factor
     # Place of a frequency that would turn exactly once in the trained window.
     turning_once = min(index_that_turns(rope, 1.0), rope.rotary_dim / 2 - 0.5)
     is_left = turning_once < 0.7 * rope.rotary_dim / 2
@@ -111,7 +117,7 @@ def _panel(group: list[Method], rope: RopeSpec, *, width: float, first: bool, le
     # A frequency that has stopped has no height: a rim on the axis shows that it was not left out.
     heights, colours = shares.where(shares > 0, RIM), [COLOURS[name] for name in bands(shares, factor)]
     return bars(
-        ", ".join(sorted((method.name for method in group), key=len)),
+        title,
         heights,
         colours,
         size=(width, 1.9),

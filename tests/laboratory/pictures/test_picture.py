@@ -7,14 +7,18 @@ from dataclasses import replace
 from io import BytesIO
 from typing import Any
 
+import matplotlib.figure
 import pytest
 import torch
 
 from ctxext.evaluation.report.figures import paneled
+from ctxext.laboratory.pictures.frequencies import spectrum_picture
 from ctxext.laboratory.pictures.of_method import picture_of
 from ctxext.laboratory.pictures.picture import as_numbers
 from ctxext.laboratory.pictures.request import PictureRequest
-from ctxext.methods import known_methods
+from ctxext.methods import Method, known_methods
+from ctxext.methods.pi import PI
+from ctxext.methods.yarn import YaRN
 from ctxext.spec import LLAMA
 
 
@@ -41,3 +45,11 @@ def test_no_label_lies_outside_of_the_picture(name: str) -> None:
 
     replace(whole, draw=measured).save(BytesIO())
     assert outside == []
+
+
+def test_panels_of_one_method_are_told_apart() -> None:
+    methods: list[Method] = [YaRN(factor=2.0), YaRN(factor=4.0), YaRN(factor=4.0, ramp="turns"), PI(factor=4.0)]
+    drawn = [matplotlib.figure.Figure().subplots() for _ in methods]
+    for panel, axes in zip(spectrum_picture(methods, LLAMA).panels, drawn, strict=True):
+        panel.draw(axes)
+    assert [axes.get_title("left") for axes in drawn] == ["yarn x2", "yarn x4", "yarn x4 ramp=turns", "pi"]
