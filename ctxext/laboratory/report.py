@@ -142,16 +142,15 @@ def text_table(result: LabResult) -> TextTable:
         seconds = NONE if reading.extension else f"{reading.seconds:,.0f}"
         return f"{reading.parameters:,}", _steps(reading), seconds, *means, truncated
 
-    least = min(reading.steps for reading in result.of(TEXT))
     return _readings_table(
         result.of(TEXT),
         header=("", "weights", "steps", "s", *(f"at {multiple}x" for multiple in LONGER), f"truncated, {REACH}x"),
         cells=cells,
         caption=f"All on text: nats per byte as above{_with_error(result)}. Steps: a model that adds vectors to the "
         f"embeddings, or has no positions, is trained longer, since that leaves a plateau late; all others take "
-        f"{least:,}. Seconds of one processor per seed, the test included. Truncated: the same model at {REACH}x, "
-        f"which sees the last {result.trained // 2} to {result.trained} bytes alone; a model that is worse than that "
-        f"gives nothing for its length.",
+        f"{result.settings['text_steps']:,}. Seconds of one processor per seed, the test included. Truncated: the same "
+        f"model at {REACH}x, which sees the last {result.trained // 2} to {result.trained} bytes alone; a model that "
+        f"is worse than that gives nothing for its length.",
     )
 
 
