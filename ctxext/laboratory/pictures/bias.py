@@ -8,6 +8,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from ctxext.core import patching
 from ctxext.core.architecture import find_architecture
 from ctxext.core.subject import text_of
 from ctxext.errors import IncompatibleError
@@ -55,23 +56,24 @@ def _require_slopes(method: BiasMethod, request: PictureRequest) -> None:
             f"Method {method.name!r} changes nothing in {request.checkpoint}: its heads have no slopes, and nothing "
             f"rotates. `ctxext inspect {request.checkpoint}` names the methods that fit."
         )
-    family.refuse(request.structure, method)
 
 
 def bias_of_slopes(method: BiasMethod, request: PictureRequest) -> Picture:
     """Compute the bias of a method whose heads have a slope each.
 
     Raises:
+        IncompatibleError: the checkpoint cannot be extended by the method.
         InvalidParameterError: nothing says how many tokens the checkpoint was trained for.
     """
     spec = AlibiSpec(SMALL.num_heads, request.trained_length or SMALL.trained_length)
     if request.checkpoint is not None:
         model, length = request.structure, known_trained_length(request.structure, request.trained_length)
         family = find_architecture(model)
-        if isinstance(family, AlibiArchitecture):
-            spec = family.spec(model, length)
-        else:  # slopes instead of its rotation
-            spec = AlibiSpec(model.text.num_attention_heads, length)
+        with patching.patched(model.model, method, trained_length=length):  # refuses a model that it cannot extend
+            if isinstance(family, AlibiArchitecture):
+                spec = family.spec(model, length)
+            else:  # slopes instead of its rotation
+                spec = AlibiSpec(model.text.num_attention_heads, length)
     length = spec.trained_length
     target = method.target_length(length)
     slopes = method.slopes(spec, target)

@@ -15,7 +15,7 @@ from ctxext.laboratory.encodings.kerple import KERPLE
 from ctxext.laboratory.pictures.bias import bias_of_encoding, bias_of_slopes
 from ctxext.laboratory.pictures.of_method import picture_of
 from ctxext.laboratory.pictures.request import SMALL, PictureRequest
-from ctxext.methods import METHODS
+from ctxext.methods import METHODS, Method
 from ctxext.methods.alibi import ALiBi
 from ctxext.methods.dynamic_pi import DynamicPI
 from ctxext.models.alibi import AlibiArchitecture
@@ -67,8 +67,18 @@ def test_slopes_of_a_checkpoint_are_those_that_its_attention_adds(
 
 
 @pytest.mark.slow
-def test_slopes_that_transformers_does_not_read_are_refused(tmp_path: Path) -> None:
-    tiny("mpt").save_pretrained(tmp_path)
-    rewrite(tmp_path / "config.json", lambda config: config["attn_config"].update(alibi_bias_max=16))
-    with pytest.raises(IncompatibleError, match="alibi_bias_max of this mpt is 16"):
-        picture_of(DynamicPI(factor=2.0), PictureRequest(checkpoint=str(tmp_path), trained_length=64))
+@pytest.mark.parametrize(
+    ("model_type", "method", "said"),
+    [
+        ("mpt", DynamicPI(factor=2.0), "alibi_bias_max of this mpt is 16"),
+        ("gemma3_text", ALiBi(factor=2.0), "cannot replace the rotation of this gemma3_text"),
+    ],
+)
+def test_slopes_of_a_model_that_does_not_take_the_method_are_refused(
+    model_type: str, method: Method, said: str, tmp_path: Path
+) -> None:
+    tiny(model_type).save_pretrained(tmp_path)
+    if model_type == "mpt":
+        rewrite(tmp_path / "config.json", lambda config: config["attn_config"].update(alibi_bias_max=16))
+    with pytest.raises(IncompatibleError, match=said):
+        picture_of(method, PictureRequest(checkpoint=str(tmp_path), trained_length=64))
