@@ -221,7 +221,7 @@ def test_learned_positions_are_named(tmp_path: Path) -> None:
     assert "ctxext export" not in printed  # nothing extends it
     found = json.loads(command("plan", tmp_path, "--memory", "8GiB", "--json").stdout)
     assert (found["serving"]["length"], found["reach"]) == (1024, 1024)
-    assert "cannot read 2,000 tokens" in refused(command("plan", tmp_path, "--length", 2000))
+    assert "positions for 1,024 tokens and cannot read 2,000" in refused(command("plan", tmp_path, "--length", 2000))
 
 
 def test_bloom_is_not_recommended_what_it_refuses(tmp_path: Path) -> None:

@@ -195,7 +195,7 @@ def plan_serving(
     bits, bounds = cache_bits and CACHE_BITS[cache_bits], _bounds(config, trust_remote_code)
     run = DryRun(model, dtype, chunk=prompt_chunk, bits=bits, bounds=bounds)
     saved = saved_extension(config, "the config")
-    follows = rope_follows_length(subject.text) if saved is None else saved_method(saved).dynamic
+    follows = rope_follows_length(text_of(config)) if saved is None else saved_method(saved).dynamic
     keeps = cache_bits is None and not follows and why_no_prefix(subject) is None
     return Plan(run, fixed, dequantised, advice, heads=heads, keeps_prompts=keeps)
 
