@@ -221,12 +221,28 @@ class Twins:
                     f"{growth.field} of this {kind} sets the size of {tables[0].name}, but not of that alone: "
                     f"{reasons[0]}. ctxext does not know how to extend both together."
                 )
+            for table in tables:
+                self._refuse_other_padding(table)
             accepted += tables
             refusals += reasons
         if not accepted:
             reason = refusals[0] if refusals else "no weight grows with a field of its config that counts positions"
             raise IncompatibleError(f"This {kind} has no table of positions that can be lengthened: {reason}.")
         return accepted
+
+    def _refuse_other_padding(self, table: PositionTable) -> None:
+        """Refuse a config that names another padding token than the live model counts the rows of a table from."""
+        owner, live = table.name.rpartition(".")[0], dict(self.model.named_modules())
+        while owner and table.skips_padding:
+            held, built = (
+                getattr(each, "padding_idx", None) for each in (live.get(owner), self.plain.get_submodule(owner))
+            )
+            if held not in (None, built):
+                raise IncompatibleError(
+                    f"The config of this {self.model.config.model_type} has pad_token_id={built}, but {owner} was "
+                    f"built with {held}, from which it counts positions. Set it to {held} before you extend the model."
+                )
+            owner = owner.rpartition(".")[0]
 
     @property
     def has_learned(self) -> bool:
