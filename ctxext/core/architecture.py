@@ -109,7 +109,7 @@ def architecture_of(subject: Subject) -> Architecture:
 
     Raises:
         IncompatibleError: if none matches, or the config asks for other positions than the model has, or its class
-            refuses to read it back.
+            refuses to read it back or to build from it.
     """
     try:
         Rebuild(subject)
@@ -117,6 +117,7 @@ def architecture_of(subject: Subject) -> Architecture:
         raise IncompatibleError(
             f"The config of this {subject.kind} could not be read back from a file: {error} Change what it names."
         ) from error
+    _refuse_padding(subject)
     if (family := find_architecture(subject)) is not None:
         for check in CHECKS:
             check(subject, family.positions)
@@ -126,6 +127,20 @@ def architecture_of(subject: Subject) -> Architecture:
         f"{type(subject.model).__name__} ({subject.kind}) has no positions that ctxext can extend: "
         f"{' '.join(explain(subject.model) for explain in EXPLANATIONS)}. Known families: {', '.join(ARCHITECTURES)}."
     )
+
+
+def _refuse_padding(subject: Subject) -> None:
+    """Refuse a padding token, named since the model was built, with which transformers cannot build it again."""
+    named = getattr(subject.text, "pad_token_id", None)
+    if named is None or any(getattr(module, "padding_idx", None) == named for module in subject.model.modules()):
+        return
+    try:
+        _ = Rebuild(subject).whole
+    except (AssertionError, IndexError) as error:
+        raise IncompatibleError(
+            f"transformers cannot build this {subject.kind} again, since its config has pad_token_id={named}: {error}. "
+            f"Name the padding token of its training, or call model.resize_token_embeddings for a new one first."
+        ) from error
 
 
 def trained_length_of(subject: Subject) -> int | None:

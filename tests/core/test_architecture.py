@@ -15,10 +15,11 @@ from ctxext.checkpoints.export import read_extended
 from ctxext.checkpoints.inspect import inspect_checkpoint
 from ctxext.core.architecture import trained_length_of
 from ctxext.core.subject import Subject
-from ctxext.errors import InvalidParameterError, PatchStateError
+from ctxext.errors import IncompatibleError, InvalidParameterError, PatchStateError
 from ctxext.planning.plan import reach_of
 from ctxext.runtimes.base import ExtensionInConfig
 from tests._checkpoints import SHAPE, try_only
+from tests._models import tiny
 from tests._products import some
 
 # ruff: noqa: E501
@@ -139,3 +140,21 @@ def test_an_extension_below_what_the_published_form_reaches_is_refused(written: 
             ctxext.patch(model, "yarn", target_length=61440, **told)
     ctxext.patch(model, "yarn", factor=1.5, scaling="extend")
     assert ctxext.describe(model).target_length == 196608
+
+
+@pytest.mark.parametrize(
+    ("model_type", "method", "padding"),
+    [("llama", "yarn", 128), ("llama", "self_extend", 500), ("opt", "tile", 500), ("m2m_100", "pi", 100)],
+)
+def test_a_padding_token_without_a_row(model_type: str, method: str, padding: int) -> None:
+    """Many give the config a new token for padding before they make the embedding longer."""
+    model = tiny(model_type)
+    model.config.pad_token_id = padding
+    with pytest.raises(IncompatibleError, match=rf"cannot build this {model_type} .*pad_token_id={padding}: "):
+        ctxext.patch(model, method, factor=2)
+    if model_type == "llama":  # the way out that it names
+        model.resize_token_embeddings(padding + 1)
+    else:
+        model.config.pad_token_id = 0
+    ctxext.patch(model, method, factor=2)
+    assert model.config.ctxext["target_length"] == 128
