@@ -26,7 +26,7 @@ from ctxext.attention.remap import HeadPieces
 from ctxext.attention.rotation import rotation_form
 from ctxext.attention.split_heads import Groups
 from ctxext.core.edits import Edits
-from ctxext.core.rebuild import Rebuild
+from ctxext.core.rebuild import Rebuild, built_module
 from ctxext.core.subject import Subject
 from ctxext.errors import IncompatibleError
 from ctxext.methods.remap import Piece, RemapMethod
@@ -159,7 +159,7 @@ def install_pieces(
     decoder, own = decoder_of(subject, site), subject.text._attn_implementation
     implementation = tried.implementation(own)
     # One compressed vector of a token serves all heads of such a layer, in the cache too.
-    is_latent = any(getattr(decoder.get_submodule(path), "kv_lora_rank", None) is not None for path in share.far)
+    is_latent = any(getattr(built_module(decoder, path), "kv_lora_rank", None) is not None for path in share.far)
     attend = RemapAttend(
         method=method,
         far=far,

@@ -144,7 +144,7 @@ class Rebuild:
             places.setdefault(COPIES.sub("", path), []).append(module)
         text = subject.text
         for path, name, _, value in self.changes(before):
-            for module in places.get(path) or [model.get_submodule(path)]:
+            for module in places.get(path) or [built_module(model, path)]:
                 edits.set(module, name, value)
         for name in self.fields:
             # The value as it was read back, which the class may have converted.
@@ -161,6 +161,21 @@ class Rebuild:
                 edits.set(rotary, name, buffer.to(getattr(rotary, name).device))
                 if name.endswith("original_inv_freq") and "longrope" in str(rotary.rope_type):
                     edits.delete(rotary, name.replace("original", "long"))  # kept from the first config that met it
+
+
+def built_module(model: nn.Module, path: str) -> nn.Module:
+    """Return a module of a live model that transformers would build from its config.
+
+    Raises:
+        IncompatibleError: if the model has none there, since somebody took layers out.
+    """
+    try:
+        return model.get_submodule(path)
+    except AttributeError as error:
+        raise IncompatibleError(
+            f"This {type(model).__name__} has no {path}, for which its config asks. If layers were taken out, correct "
+            f"their number in the config (num_hidden_layers) first."
+        ) from error
 
 
 def without_weights(kind: type[PreTrainedModel], config: Any) -> PreTrainedModel:

@@ -13,6 +13,7 @@ from torch import nn
 
 import ctxext
 from ctxext.core.rebuild import on_meta, reread
+from ctxext.errors import IncompatibleError
 from tests._models import logits, tiny, tokens
 
 
@@ -52,3 +53,25 @@ def test_every_copy_of_a_layer_that_peft_keeps_is_changed() -> None:
     for context in (contextlib.nullcontext(), model.disable_adapter()):
         with context:
             assert torch.equal(logits(model, tokens()), plain)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "method"),
+    [("falcon", "pi"), ("llama", "self_extend"), ("t5", "stretch_buckets")],
+)
+def test_layers_that_somebody_took_out(model_type: str, method: str) -> None:
+    """Pruned models are extended once their config says how many layers are left; PyTorch's error names no way."""
+    model = tiny(model_type, **({} if model_type == "t5" else {"num_hidden_layers": 2}))
+    stack: Any = {"falcon": "transformer", "llama": "model", "t5": "encoder"}[model_type]
+    holder: Any = getattr(model, stack)
+    name = {"falcon": "h", "llama": "layers", "t5": "block"}[model_type]
+    setattr(holder, name, getattr(holder, name)[:1])
+    with pytest.raises(IncompatibleError, match=rf"has no \S*{name}\.1\..* number in the config"):
+        ctxext.patch(model, method, factor=2, trained_length=64)
+    assert "ctxext" not in vars(model.config)
+    model.config.num_hidden_layers = 1
+    if model_type == "t5":
+        model.decoder.block = model.decoder.block[:1]
+        model.config.num_decoder_layers = 1
+    ctxext.patch(model, method, factor=2, trained_length=64)
+    assert model.config.ctxext["target_length"] == 128
