@@ -38,7 +38,7 @@ from ctxext.core.edits import Edits
 from ctxext.core.old_form import put_old_form
 from ctxext.core.patching import patched_state, require_own_config
 from ctxext.core.rebuild import own_defaults
-from ctxext.core.saved import extended_texts, extensions_in
+from ctxext.core.saved import GUARDED, extended_texts, extensions_in
 from ctxext.core.subject import Subject, field_of
 from ctxext.errors import (
     CheckpointError,
@@ -54,6 +54,7 @@ from ctxext.mistakes import text_tokenizer
 from ctxext.models import find_architecture
 from ctxext.models.sinusoid import Sinusoids
 from ctxext.models.table import LearnedTable
+from ctxext.rope_types import GUARD
 from ctxext.rotary.sites import find_places, require_as_configured
 
 UNREACHED = (OSError, HTTPError)  # the second of a connection that fails
@@ -286,15 +287,21 @@ def _require_unchanged(subject: Subject) -> None:
     for name, side in extensions_in(subject.config.ctxext).items():
         part = subject.sides[name] if name else subject
         architecture = find_architecture(part)
+        if isinstance(architecture, LearnedTable | Sinusoids):
+            architecture.tables(part)  # which compares the padding that their rows are counted from
         is_rotary = architecture is not None and architecture.positions == "rotary"
         if is_rotary and issubclass(saved_class(side["method"]["method"]), RopeMethod):  # others replace rotation
             require_as_configured(part, find_places(part)[0], side["trained_length"], PATCH_ANEW)
 
 
 def _save_whole(model: PreTrainedModel, directory: Path, module: dict[str, Any], saving: dict[str, Any]) -> None:
-    edits = Edits()
+    edits, config, saved = Edits(), model.config, model.config.ctxext
     try:
-        put_old_form(extended_texts(model.config), edits)
+        put_old_form(extended_texts(config), edits)
+        for name in saved.get("original", {}).keys() & set(GUARDED):
+            if (value := getattr(config, name)) != GUARD:  # set since, as a dropout for training: it is kept behind it
+                edits.set(config, "ctxext", saved | {"original": saved["original"] | {name: value}})
+                edits.set_unchecked(config, name, GUARD)
         for name, value in module.items():
             edits.set(model.config, name, value)
             (directory / f"{REMOTE_MODULE}.py").write_text(REMOTE_CODE, encoding="utf-8")

@@ -240,7 +240,7 @@ class Twins:
             if held not in (None, built):
                 raise IncompatibleError(
                     f"The config of this {self.model.config.model_type} has pad_token_id={built}, but {owner} was "
-                    f"built with {held}, from which it counts positions. Set it to {held} before you extend the model."
+                    f"built with {held}, from which it counts positions. Set it back to {held}."
                 )
             owner = owner.rpartition(".")[0]
 

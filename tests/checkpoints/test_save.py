@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from huggingface_hub import constants
+from huggingface_hub.errors import StrictDataclassFieldValidationError
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, BertModel, LlamaForCausalLM
@@ -263,3 +264,24 @@ def test_a_sentence_transformer_saves_itself(tmp_path: Path) -> None:
     ctxext.save(model, tmp_path / "saved")  # beside its modules, its model alone
     loaded = sentence_transformers.SentenceTransformer(str(tmp_path / "saved"), device="cpu")
     assert (loaded.encode(["a" * 100]) == expected).all()
+
+
+@pytest.mark.parametrize(
+    ("model_type", "field", "value"), [("m2m_100", "dropout", 0.05), ("bloom", "layer_norm_epsilon", 2e-5)]
+)
+def test_a_number_set_over_a_guard(model_type: str, field: str, value: float, tmp_path: Path) -> None:
+    """Many set a dropout in the config before they train; stock code must refuse what is saved after that, too."""
+    model = ctxext.patch(tiny(model_type), "pi", factor=2)
+    before = dict(model.config.ctxext["original"])
+    setattr(model.config, field, value)
+    ctxext.save(model, tmp_path)
+    assert (getattr(model.config, field), model.config.ctxext["original"]) == (value, before)
+    with pytest.raises(StrictDataclassFieldValidationError, match=r"load it with ctxext\.load"):
+        type(model).from_pretrained(tmp_path)
+    loaded = ctxext.load(tmp_path)
+    given = (
+        {"input_ids": tokens(), "decoder_input_ids": tokens()} if model_type == "m2m_100" else {"input_ids": tokens()}
+    )
+    with torch.no_grad():
+        assert torch.equal(loaded(**given).logits, model(**given).logits) == (field == "dropout")
+    assert getattr(ctxext.unpatch(loaded).config, field) == value

@@ -332,15 +332,20 @@ def test_padding_of_a_text_part_is_compared_with_that_part(model_type: str, tmp_
 
 
 @pytest.mark.parametrize(("model_type", "method"), [("xlm-roberta", "tile"), ("m2m_100", "pi"), ("fsmt", "pi")])
-def test_another_padding_than_the_model_was_built_with(model_type: str, method: str) -> None:
+def test_another_padding_than_the_model_was_built_with(model_type: str, method: str, tmp_path: Path) -> None:
     """The rows of the live model begin behind the padding that it was built with, whatever its config says since."""
     model = tiny_model(tiny_config(model_type))
     built = model.config.pad_token_id
     model.config.pad_token_id = 50
-    with pytest.raises(
-        IncompatibleError, match=rf"pad_token_id=50, but .* was built with {built}, .* Set it to {built} "
-    ):
+    said = rf"pad_token_id=50, but .* was built with {built}, .* Set it back to {built}\."
+    with pytest.raises(IncompatibleError, match=said):
         ctxext.patch(model, method, factor=2)
     model.config.pad_token_id = built
     ctxext.patch(model, method, factor=2)
     assert model.config.ctxext["trained_length"] == 64 - (model_type == "xlm-roberta")
+    model.config.pad_token_id = 50
+    with pytest.raises(IncompatibleError, match=said):
+        ctxext.save(model, tmp_path / "saved")
+    model.config.pad_token_id = built
+    ctxext.save(model, tmp_path / "saved")
+    assert ctxext.load(tmp_path / "saved").config.ctxext == model.config.ctxext
