@@ -131,8 +131,10 @@ def architecture_of(subject: Subject) -> Architecture:
 
 def _refuse_padding(subject: Subject) -> None:
     """Refuse a padding token, named since the model was built, with which transformers cannot build it again."""
-    named = getattr(subject.text, "pad_token_id", None)
-    if named is None or any(getattr(module, "padding_idx", None) == named for module in subject.model.modules()):
+    named, modules = getattr(subject.text, "pad_token_id", None), [*subject.model.modules()]
+    least = min((module.num_embeddings for module in modules if isinstance(module, nn.Embedding)), default=0)
+    has_rows = bool(subject.rotaries) and 0 <= int(named or 0) < least  # a table of positions may have fewer
+    if named is None or has_rows or any(getattr(module, "padding_idx", None) == named for module in modules):
         return
     try:
         _ = Rebuild(subject).whole
@@ -141,6 +143,8 @@ def _refuse_padding(subject: Subject) -> None:
             f"transformers cannot build this {subject.kind} again, since its config has pad_token_id={named}: {error}. "
             f"Name the padding token of its training, or call model.resize_token_embeddings for a new one first."
         ) from error
+    except REFUSALS:  # of another reason, which matters only to families that build the model
+        return
 
 
 def trained_length_of(subject: Subject) -> int | None:

@@ -164,11 +164,7 @@ class Rebuild:
 
 
 def built_module(model: nn.Module, path: str) -> nn.Module:
-    """Return a module of a live model that transformers would build from its config.
-
-    Raises:
-        IncompatibleError: if the model has none there, since somebody took layers out.
-    """
+    """Return a module of a live model by its path, or raise ``IncompatibleError`` where layers were taken out."""
     try:
         return model.get_submodule(path)
     except AttributeError as error:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import AutoConfig, AutoModelForCausalLM, BloomConfig
+from transformers import AutoConfig, AutoModelForCausalLM, BloomConfig, LlamaForCausalLM
 
 import ctxext
 from ctxext.checkpoints.export import read_extended
@@ -158,3 +158,14 @@ def test_a_padding_token_without_a_row(model_type: str, method: str, padding: in
         model.config.pad_token_id = 0
     ctxext.patch(model, method, factor=2)
     assert model.config.ctxext["target_length"] == 128
+
+
+def test_a_class_that_no_config_builds_is_refused_for_that_and_not_for_its_padding() -> None:
+    class Own(LlamaForCausalLM):
+        def __init__(self, config: Any, extra: int) -> None:
+            super().__init__(config)
+
+    model = Own(tiny().config, 3)
+    model.config.pad_token_id = 500
+    with pytest.raises(IncompatibleError, match="cannot build Own from its extended config: TypeError"):
+        ctxext.patch(model, "yarn", factor=2)
