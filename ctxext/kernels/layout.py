@@ -58,7 +58,7 @@ class Span(NamedTuple):
     key: Extent
 
     def covers(self, *sizes: int) -> bool:
-        """Return whether the block holds so many rows, queries and keys from the first on."""
+        """Return whether the block is all of ``sizes``: rows, queries and keys."""
         # One by one: to compare tuples, dynamo of torch 2.11 fixes the sizes in them, and compiles each length again.
         return all(start == 0 and stop == size for (start, stop), size in zip(self, sizes, strict=True))
 
